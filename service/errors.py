@@ -1,25 +1,7 @@
 """All errors for clients and operators, as one tree.
 
-    OnwardError
-    ├── RequestError                     a request ended without success; `label` is its name in metrics
-    │   ├── InvalidRequest               a field has a value outside its limit
-    │   │   ├── PromptTooLong            the prompt or target prefix exceeds the context
-    │   │   └── RequestTooLarge          its K/V would not fit into an empty server's memory
-    │   ├── UnknownModel                 no such model is served
-    │   ├── ModelUnfit                   the artifact cannot be served; lists every problem
-    │   ├── UnsupportedFeature           this model or version does not offer the feature
-    │   ├── AnswerTooLarge               no message can hold the answer
-    │   ├── Unauthenticated              no API key, or an unknown one
-    │   ├── PermissionDenied             the API key, or the server, does not allow the method
-    │   ├── RateLimited                  a caller's limit is reached; carries a retry delay
-    │   ├── ClientStalled                the client did not read or send for too long
-    │   ├── Overloaded                   the queue is full; carries a retry delay
-    │   ├── DeadlineUnreachable          the answer is predicted to miss the deadline; carries the prediction
-    │   ├── NotServing                   starting, draining, stopped, or too busy for what needs an idle model
-    │   ├── DeadlineExceeded             the request's deadline passed
-    │   ├── RequestCancelled             the client cancelled or disconnected
-    │   └── EngineFailed                 an internal failure; details only in the log
-    └── StartupError                     the server cannot start; lists every problem
+    OnwardError ── RequestError   a request ends without success: below it one class per reason
+                └─ StartupError   the server cannot start
 
 Knows nothing of gRPC: `transport.status` maps each leaf to a status code, and a test proves the map total.
 """

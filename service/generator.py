@@ -111,13 +111,7 @@ Part = Accepted | PromptScores | Piece | Finished | Outcome
 
 
 class Generator:
-    """Runs calls on the served models.
-
-    Args:
-        engine: where requests run.
-        models: what is served.
-        texts: where prompts are tokenized.
-    """
+    """Runs calls on the served models; `texts` tokenizes prompts."""
 
     def __init__(self, engine: AsyncEngine, models: Models, texts: TextPool) -> None:
         self._engine = engine
@@ -156,12 +150,9 @@ class Generator:
             yield replace(outcome, cost=place.cost) if call.wants_cost else outcome
 
     async def estimate(self, call: GenerateCall) -> Estimate:
-        """What a call would cost and how long it would take now; nothing is computed.
+        """What a call would cost and how long it would take now. Raises what `run` would before it runs.
 
         It holds a place meanwhile, as tokenizing takes memory and time.
-
-        Raises:
-            RequestError: what `run` would raise before it runs.
         """
         model = self._models.resolve(call.model)
         self._models.require_serving(model.name)
@@ -291,13 +282,7 @@ def _require_complete(
     progress: str,
     timings: RequestTimings | None,
 ) -> None:
-    """Checks that every output ended well.
-
-    Args:
-        request: theirs.
-        reasons: why each output ended; None for one that did not.
-        progress: how far they came, for the message.
-        timings: the request's.
+    """Checks that every output ended well; `progress` says how far the request came.
 
     Raises:
         DeadlineExceeded: when its time was up, or could not suffice, without `partial_on_deadline`.

@@ -116,16 +116,10 @@ def _prompt_task(model: ServedModel, prompt: Text) -> ScoreTask:
 
 
 def encode_target(model: ServedModel, target: Text, room: int, why: str) -> tuple[int, ...]:
-    """Token ids of a given output, without control tokens; text may take milliseconds.
-
-    Args:
-        model: whose output it is.
-        target: text or raw ids.
-        room: most tokens.
-        why: the reason of that limit, for the message.
+    """Token ids of a given output, without control tokens; text may take milliseconds. `why` is the reason of `room`.
 
     Raises:
-        PromptTooLong: when it has more.
+        PromptTooLong: when it has more than `room` tokens.
         InvalidRequest: when an id is not in the vocabulary, or the text has no tokens.
     """
     if isinstance(target, str):

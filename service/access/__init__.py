@@ -128,12 +128,7 @@ class KeyAccess:
             use.num_running -= 1
 
     def permitted(self, method: str, key: str | None, now: float) -> ApiKey:
-        """The API key that is shown, if it may use the method; counts nothing.
-
-        Raises:
-            Unauthenticated: without a key, or with an unknown one.
-            PermissionDenied: when the key lacks the method's permission.
-        """
+        """The API key that is shown, if it may use the method; counts nothing. Raises as `admitted` does."""
         self._reload(now)
         owner = self._owner(key)
         needed = self.permissions.get(method, Permission.MANAGE)

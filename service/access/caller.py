@@ -52,10 +52,7 @@ class Caller:
     def check(self, priority: int, num_sequences: int, num_tokens: int) -> None:
         """Refuses a request that the caller may never make.
 
-        Args:
-            priority: the request's.
-            num_sequences: rows that it holds.
-            num_tokens: its prompt and the most that it may generate, over all rows.
+        `num_tokens` are those of its prompt and the most that it may generate, over all rows.
 
         Raises:
             InvalidRequest: when the priority is above the caller's highest.

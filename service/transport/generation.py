@@ -20,7 +20,7 @@ from service.generator import Accepted, Finished, GenerateCall, Generator, Outco
 from service.process.text_pool import LONG_BYTES, TextPool
 from service.repository.entry import Models
 from service.repository.models import ServedModel, check_ids, text_size
-from service.transport import codec
+from service.transport import analysis_codec, codec
 from service.transport.sending import Context
 
 
@@ -109,22 +109,24 @@ class GenerationServicer(GenerationServiceServicer):
     async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
         """Scores a given text."""
         with self._generator.counting_refusal(request.model):
-            call = codec.decode_score(request)
+            call = analysis_codec.decode_score(request)
         del request
-        return codec.encode_score(await self._generator.score(call, context.time_remaining()))
+        return analysis_codec.encode_score(await self._generator.score(call, context.time_remaining()))
 
     async def Estimate(self, request: pb.EstimateRequest, context: Context) -> pb.EstimateResponse:
         """Predicts what a request would cost, without running it."""
         call = codec.decode_generate(request.request, self._limits)
         del request
-        return codec.encode_estimate(await self._generator.estimate(call))
+        return analysis_codec.encode_estimate(await self._generator.estimate(call))
 
     async def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.ExplainResponse:
         """Computes attention weights, outside the engine; the answer is encoded off the event loop."""
-        explaining = self._explainer.explain(codec.decode_explain(request), context.time_remaining())
+        explaining = self._explainer.explain(analysis_codec.decode_explain(request), context.time_remaining())
         del request
         explanation = await explaining
-        return await self._texts.run(current_caller().tenant, LONG_BYTES, codec.encode_explanation, explanation)
+        return await self._texts.run(
+            current_caller().tenant, LONG_BYTES, analysis_codec.encode_explanation, explanation
+        )
 
     def _decode(self, request: pb.GenerateRequest | pb.GenerateStreamRequest) -> GenerateCall:
         with self._generator.counting_refusal(request.model):

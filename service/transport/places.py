@@ -95,7 +95,8 @@ class Places:
         self.refusals = _Shares(max_calls)
         self._apart = {method: _Shares(max_calls) for method in apart}
         self._calls = _Shares(max_calls)
-        self._stalled: dict[Place, None] = {}
+        # Calls that may be evicted.
+        self.stalled: dict[Place, None] = {}
         self._eviction: asyncio.Future[None] | None = None
         self._given_back = asyncio.Event()
 
@@ -115,16 +116,8 @@ class Places:
         place.hold(calls)
         return place
 
-    def stalled(self, place: Place) -> None:
-        """Marks a call as one that may be evicted."""
-        self._stalled[place] = None
-
-    def released(self, place: Place) -> None:
-        """A call gave its place back."""
-        self._stalled.pop(place, None)
-
     def answer_taken(self) -> None:
-        """There may be room for an answer."""
+        """Wakes answers that wait for room."""
         self._given_back.set()
         self._given_back = asyncio.Event()
 
@@ -148,7 +141,7 @@ class Places:
             return
         wanted.rested_at[is_own] = now + _REST_SECONDS
         held = Counter[str]()
-        for place in self._stalled:
+        for place in self.stalled:
             held[place.peer] += place.held_of(wanted)
         held = Counter(
             {
@@ -170,7 +163,7 @@ class Places:
 
     async def _close(self, peers: Collection[str]) -> None:
         connections = await asyncio.to_thread(find, peers)
-        for place in [each for each in self._stalled if each.peer in connections]:
+        for place in [each for each in self.stalled if each.peer in connections]:
             # Or gRPC would log a traceback for each answer that cannot be sent. If the connection is not found, gRPC
             # keeps the call, and the call its place.
             place.task.cancel()
@@ -272,14 +265,14 @@ class Place:
     def stall(self) -> None:
         """The client has not taken an answer or a status for too long: the call may be evicted."""
         if self.shares is not None:
-            self._places.stalled(self)
+            self._places.stalled[self] = None
 
     def release(self) -> None:
         """Gives back all that the call holds."""
         if self.shares is not None:
             self.answered()
             self.shares.give_back(self.caller, self.peer, 1)
-            self._places.released(self)
+            self._places.stalled.pop(self, None)
             self.shares = None
 
 

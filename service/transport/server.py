@@ -63,23 +63,18 @@ class Server(Protocol):
 
     async def start(self, host: str, port: int) -> int:
         """Listens; returns the port."""
-        ...
 
     def set_health(self, name: str, *, is_serving: bool) -> None:
         """Sets the health of everything (""), a service or a model."""
-        ...
 
     def withdraw(self) -> None:
         """Sets all health to NOT_SERVING, for good."""
-        ...
 
     async def wait_ended(self) -> None:
-        """Waits until no call is accepted any more: `stop` was called, or accepting failed."""
-        ...
+        """Waits until no call is accepted any more."""
 
     async def stop(self, grace_seconds: float) -> None:
         """Refuses new calls, and ends those in flight after the grace."""
-        ...
 
 
 class GrpcServer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,35 +34,33 @@ def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
     """
     contents = _read(files)
     _check(files, contents)
-    certificates = _Certificates(files, contents)
     # Without `require`, clients without a certificate would be admitted.
     return grpc.dynamic_ssl_server_credentials(
         _configuration(contents),
-        certificates.fetch,  # type: ignore[arg-type]  # None means no change
+        _fetcher(files, contents),  # type: ignore[arg-type]  # None means no change
         require_client_authentication=files.client_ca is not None,
     )
 
 
-class _Certificates:
-    """Called by gRPC at every handshake, on its own threads."""
+def _fetcher(files: TlsFiles, contents: tuple[bytes, ...]) -> Callable[[], grpc.ServerCertificateConfiguration | None]:
+    """What gRPC calls at every handshake, on its own threads: new certificates, None while they are unchanged."""
+    newest = contents
 
-    def __init__(self, files: TlsFiles, contents: tuple[bytes, ...]) -> None:
-        self._files = files
-        self._contents = contents
-
-    def fetch(self) -> grpc.ServerCertificateConfiguration | None:
-        """New certificates; None while they are unchanged."""
+    def fetch() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal newest
         try:
-            contents = _read(self._files)
-            if contents == self._contents:
+            read = _read(files)
+            if read == newest:
                 return None
-            _check(self._files, contents)
+            _check(files, read)
         except StartupError as error:
             _LOGGER.error("the certificates stay as they were: %s", "; ".join(error.problems))
             return None
-        self._contents = contents
-        _LOGGER.info("certificates read anew from %s", self._files.certificate)
-        return _configuration(contents)
+        newest = read
+        _LOGGER.info("certificates read anew from %s", files.certificate)
+        return _configuration(read)
+
+    return fetch
 
 
 def _configuration(contents: tuple[bytes, ...]) -> grpc.ServerCertificateConfiguration:

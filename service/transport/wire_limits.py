@@ -98,13 +98,10 @@ class WireLimits:
     def check(self, path: str, data: bytes) -> Iterator[None]:
         """Refuses a request that holds too much to be built; in steps of at most about a millisecond.
 
-        Args:
-            path: the method's, as in "onward.v1.GenerationService/Generate".
-            data: the request.
+        `path` is the method's, as in "onward.v1.GenerationService/Generate".
 
         Raises:
-            InvalidRequest: naming the field, the least number of its entries, and its limit; also for bytes that are no
-                message.
+            InvalidRequest: naming a field and its limit; also for bytes that are no message.
         """
         if len(data) > FREE:
             try:

@@ -26,7 +26,7 @@ from service.explain.explaining import AttentionMatrix, ExplainCall, Explanation
 from service.generator import GenerateCall, Outcome
 from service.repository.models import Conversation
 from service.scoring import Score, ScoreCall
-from service.transport import codec
+from service.transport import analysis_codec, codec
 from service.transport.model_service import describe_capabilities
 
 LIMITS = RequestLimits()
@@ -34,7 +34,7 @@ ONE_TOKEN = pb.TokenIds(ids=[7])
 
 
 def decode(message: pb.GenerateRequest, limits: RequestLimits = LIMITS) -> GenerateCall:
-    return codec.decode_generate(message, limits, draw_id=lambda: "drawn")
+    return codec.decode_generate(message, limits, new_id=lambda: "drawn")
 
 
 def test_request_that_says_nothing_but_its_prompt_gets_the_documented_defaults() -> None:
@@ -288,22 +288,22 @@ def test_conversation_is_a_prompt_of_messages() -> None:
 def test_score_request_is_read(message: pb.ScoreRequest, prompt: str | tuple[int, ...], target: Any) -> None:
     message.model = "m"
     expected = ScoreCall(request_id="drawn", model="m", prompt=prompt, target=target)
-    assert codec.decode_score(message, draw_id=lambda: "drawn") == expected
+    assert analysis_codec.decode_score(message, new_id=lambda: "drawn") == expected
 
 
 def test_score_is_spelled_token_by_token_and_has_no_bits_without_bytes() -> None:
-    message = codec.encode_score(Score((3, 4), (math.log(0.5), math.log(0.125)), num_bytes=4))
+    message = analysis_codec.encode_score(Score((3, 4), (math.log(0.5), math.log(0.125)), num_bytes=4))
     assert [(each.token_id, each.logprob) for each in message.tokens] == [(3, math.log(0.5)), (4, math.log(0.125))]
     assert (message.total_logprob, message.perplexity) == pytest.approx((math.log(1 / 16), 4.0))
     assert message.bits_per_byte == pytest.approx(1.0)
-    assert not codec.encode_score(Score((2,), (-1.0,), num_bytes=0)).HasField("bits_per_byte")
+    assert not analysis_codec.encode_score(Score((2,), (-1.0,), num_bytes=0)).HasField("bits_per_byte")
 
 
 def test_explain_request_is_read() -> None:
     message = pb.ExplainRequest(
         model="m", text="a", target_text="b", layers=[1, 0], heads=[2], kinds=[pb.ATTENTION_KIND_CROSS]
     )
-    assert codec.decode_explain(message, draw_id=lambda: "drawn") == ExplainCall(
+    assert analysis_codec.decode_explain(message, new_id=lambda: "drawn") == ExplainCall(
         request_id="drawn",
         model="m",
         prompt="a",
@@ -313,8 +313,8 @@ def test_explain_request_is_read() -> None:
         heads=(2,),
         max_tokens=64,
     )
-    assert codec.decode_explain(pb.ExplainRequest(text="a", max_tokens=3)).max_tokens == 3
-    bare = codec.decode_explain(pb.ExplainRequest(token_ids=ONE_TOKEN))
+    assert analysis_codec.decode_explain(pb.ExplainRequest(text="a", max_tokens=3)).max_tokens == 3
+    bare = analysis_codec.decode_explain(pb.ExplainRequest(token_ids=ONE_TOKEN))
     assert (bare.prompt, bare.target, bare.kinds, bare.layers, bare.heads) == ((7,), None, (), (), ())
 
 
@@ -332,7 +332,9 @@ def test_explain_request_is_read() -> None:
 )
 def test_request_to_score_or_explain_that_has_no_meaning_is_refused_by_its_field(message: Any, field: str) -> None:
     with pytest.raises(InvalidRequest) as refusal:
-        (codec.decode_score if isinstance(message, pb.ScoreRequest) else codec.decode_explain)(message)
+        (analysis_codec.decode_score if isinstance(message, pb.ScoreRequest) else analysis_codec.decode_explain)(
+            message
+        )
     assert refusal.value.field == field
 
 
@@ -341,7 +343,7 @@ def test_explanation_is_encoded_row_by_row() -> None:
     # As it comes from a graph: one head of many, and not in one piece.
     part = np.stack([weights.T, weights.T])[1].T
     matrix = AttentionMatrix(AttentionKind.CROSS, 1, 2, part)
-    message = codec.encode_explanation(Explanation(("p",), ("t", "u"), ("d",), (matrix,)))
+    message = analysis_codec.encode_explanation(Explanation(("p",), ("t", "u"), ("d",), (matrix,)))
     (attention,) = message.attentions
     assert (attention.kind, attention.layer, attention.head) == (pb.ATTENTION_KIND_CROSS, 1, 2)
     assert (attention.rows, attention.columns) == (2, 3)
@@ -350,8 +352,8 @@ def test_explanation_is_encoded_row_by_row() -> None:
 
 
 def test_every_kind_of_attention_is_spelled_as_on_the_wire() -> None:
-    assert set(codec.ATTENTION_KINDS) == set(AttentionKind)
-    for kind, number in codec.ATTENTION_KINDS.items():
+    assert set(analysis_codec.ATTENTION_KINDS) == set(AttentionKind)
+    for kind, number in analysis_codec.ATTENTION_KINDS.items():
         assert pb.AttentionKind.Name(number) == f"ATTENTION_KIND_{kind.upper()}"
 
 

@@ -109,7 +109,7 @@ def test_error_cuts_a_path_that_a_client_chose() -> None:
     assert str(error) == f"{error.field}: is not known, got 1"
 
 
-def test_overload_tells_when_to_come_again() -> None:
+def test_overload_carries_a_retry_delay() -> None:
     status = to_status(Overloaded("m", 8, 8, 1.25))
     assert status.code is grpc.StatusCode.RESOURCE_EXHAUSTED
     retry = error_details_pb2.RetryInfo()
@@ -118,7 +118,7 @@ def test_overload_tells_when_to_come_again() -> None:
 
 
 @pytest.mark.parametrize("retry_after", [1.25, None])
-def test_deadline_that_cannot_be_met_is_told_with_the_numbers_and_when_to_come_again_if_ever(
+def test_unreachable_deadline_carries_the_predicted_times_and_a_retry_delay_if_any(
     retry_after: float | None,
 ) -> None:
     error = DeadlineUnreachable(
@@ -126,8 +126,10 @@ def test_deadline_that_cannot_be_met_is_told_with_the_numbers_and_when_to_come_a
     )
     status = to_status(error)
     assert status.code is grpc.StatusCode.RESOURCE_EXHAUSTED
-    told = "the answer is predicted to take 3.500 s (queue 2.000, prefill 0.500, decode 1.000), 1.500 s are left until"
-    assert status.message.startswith(told)
+    expected = (
+        "the answer is predicted to take 3.500 s (queue 2.000, prefill 0.500, decode 1.000), 1.500 s are left until"
+    )
+    assert status.message.startswith(expected)
     first, *others = rich(status.trailing_metadata).details
     info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
     assert first.Unpack(info)

@@ -52,7 +52,7 @@ class Load:
 
     Args:
         target: whom they ask.
-        has_retries: whether gRPC asks again, for a whole answer, where nobody was found (UNAVAILABLE).
+        has_retries: whether gRPC asks again, for a whole answer, while no server is found (UNAVAILABLE).
     """
 
     def __init__(self, target: str, *, has_retries: bool = False) -> None:
@@ -89,7 +89,7 @@ class Load:
     def until_answers(self, more: int) -> None:
         """Waits for so many more answers."""
         goal = len(self.answers) + more
-        until(lambda: len(self.answers) >= goal, "nobody is answered", SECONDS)
+        until(lambda: len(self.answers) >= goal, "no call is answered", SECONDS)
 
     def _call(self) -> None:
         while not self._is_over.is_set():

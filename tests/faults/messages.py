@@ -29,7 +29,7 @@ _NAMED: Mapping[str, tuple[Any, ...]] = {
     "temperature": (0.0, 0.0, 1.0, 0.01, -1.0, math.nan, math.inf, 1e308, 5e-324),
     "n": (1, 1, 2, 3, 0, -1, 1000, 2**31 - 1),
     "beam_size": (1, 2, 4, 0, -3, 10**6),
-    # Nobody waits for a minute: some are over before they begin.
+    # No test waits for a minute: some calls are over before they begin.
     "timeout_seconds": (10.0, 0.0, -1.0, 1e-9, 0.001, 0.01, math.nan, math.inf, 1e300),
 }
 # What a client of good will sends: most of the time, so that the engine has something to do.

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import urllib.request
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from typing import Any
 
 import grpc
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from model.spec import artifact
 from model.spec.chat import ChatSettings
@@ -64,24 +66,22 @@ class ServerProcess:
         """A connection of its own."""
         return grpc.insecure_channel(self.target, [("grpc.use_local_subchannel_pool", 1), *options])
 
+    def _samples(self) -> Iterator[Sample]:
+        with urllib.request.urlopen(self.metrics_url, timeout=30) as answer:
+            families = text_string_to_metric_families(answer.read().decode())
+        return (sample for family in families for sample in family.samples)
+
     def metrics(self) -> Mapping[tuple[str, str], float]:
         """Samples by (name without prefix, model or ""), summed over other labels."""
-        with urllib.request.urlopen(self.metrics_url, timeout=30) as answer:
-            text = answer.read().decode()
-        found: dict[tuple[str, str], float] = {}
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                key = sample.name.removeprefix("onward_"), sample.labels.get("model_name", "")
-                found[key] = found.get(key, 0.0) + sample.value
+        found: dict[tuple[str, str], float] = defaultdict(float)
+        for sample in self._samples():
+            found[sample.name.removeprefix("onward_"), sample.labels.get("model_name", "")] += sample.value
         return found
 
     def sample(self, name: str, **labels: str) -> float:
         """One sample of a metric, by its name without the prefix; 0 while it was never touched."""
-        with urllib.request.urlopen(self.metrics_url, timeout=30) as answer:
-            families = list(text_string_to_metric_families(answer.read().decode()))
         wanted = f"onward_{name}", labels
-        found = (each.value for family in families for each in family.samples if (each.name, each.labels) == wanted)
-        return next(found, 0.0)
+        return next((each.value for each in self._samples() if (each.name, each.labels) == wanted), 0.0)
 
     def held(self) -> float:
         """Requests that run or wait, and shares of K/V memory in use, over all models; 0 when nothing is held."""
@@ -196,7 +196,7 @@ def streamed(request: pb.GenerateRequest) -> pb.GenerateStreamRequest:
 
 
 class Neighbour:
-    """Somebody who asks the same all the while, and must have the same answers, bit for bit, whoever else is there."""
+    """A client that repeats its requests, and must get bit-identical answers beside any other load."""
 
     def __init__(self, server: ServerProcess) -> None:
         self._stub = GenerationServiceStub(server.channel())
@@ -240,7 +240,7 @@ class Neighbour:
             asking.join()
         if faults:
             raise AssertionError("a neighbour was harmed") from faults[0]
-        assert self.num_checks > before, "nobody was beside"
+        assert self.num_checks > before, "no request ran beside the block"
 
     def _ask(self, model: str) -> tuple[tuple[int, ...], tuple[float, ...]]:
         request = greedy(model, response=pb.ResponseOptions(logprobs=0))

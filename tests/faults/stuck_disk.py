@@ -1,6 +1,6 @@
 """`python -m tests.faults.stuck_disk serve …`: the server, on a disk that stops answering in the middle of a file.
 
-Reading a manifest waits for as long as nobody writes to a pipe named `STUCK` beside it. As on a disk, no signal
+Reading a manifest waits until something is written to a pipe named `STUCK` beside it. As on a disk, no signal
 interrupts the wait.
 """
 

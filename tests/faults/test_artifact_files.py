@@ -53,7 +53,7 @@ def _folder(file: Path) -> str:
 
 
 def _device(file: Path) -> str:
-    with suppress(PermissionError):  # of whoever may not make one; then it is a link to one
+    with suppress(PermissionError):  # without the right to make one; then it is a link to one
         os.mknod(file, 0o600 | 0o020000, os.makedev(1, 5))
         return "is a device, must be a regular file"
     file.symlink_to("/dev/zero")
@@ -72,11 +72,26 @@ def _terabyte(file: Path) -> str:
     return f"has {_TERABYTE} bytes, must have at most "
 
 
-def _put_good(folder: Path) -> Path:
+@pytest.fixture
+def good(tmp_path: Path) -> Path:
     """A complete artifact, of which copies are spoiled, where no server sees it."""
-    folder.mkdir()
-    put_complete_artifacts(folder)
-    return folder / DECODER
+    (tmp_path / "good").mkdir()
+    put_complete_artifacts(tmp_path / "good")
+    return tmp_path / "good" / DECODER
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Path:
+    """An empty folder to serve."""
+    (tmp_path / "models").mkdir()
+    return tmp_path / "models"
+
+
+def _change_config(folder: Path, **fields: int) -> None:
+    """Overwrites fields of the model's config in its manifest."""
+    values = json.loads((folder / "manifest.json").read_text())
+    values["config"].update(fields)
+    (folder / "manifest.json").write_text(json.dumps(values))
 
 
 def _refusal(server: ServerProcess, model: str) -> str:
@@ -97,10 +112,8 @@ def _loads(server: ServerProcess, model: str) -> None:
 
 @pytest.mark.parametrize("spoil", [_pipe, _socket, _folder, _device, _terabyte])
 def test_file_of_an_artifact_that_is_none_is_refused_by_name_and_the_next_model_is_loaded(
-    tmp_path: Path, spoil: Callable[[Path], str]
+    tmp_path: Path, good: Path, models: Path, spoil: Callable[[Path], str]
 ) -> None:
-    good, models = _put_good(tmp_path / "good"), tmp_path / "models"
-    models.mkdir()
     with serving(models) as server:
         for name in _NAMES:
             shutil.copytree(good, models / "bad")
@@ -117,43 +130,31 @@ def test_file_of_an_artifact_that_is_none_is_refused_by_name_and_the_next_model_
 
 
 def test_terabyte_of_weights_that_the_sizes_in_the_manifest_allow_is_refused_by_the_memory_of_the_machine(
-    tmp_path: Path,
+    good: Path, models: Path
 ) -> None:
-    good, models = _put_good(tmp_path / "good"), tmp_path / "models"
-    models.mkdir()
     with serving(models) as server:
         shutil.copytree(good, models / "bad")
         complaint = _terabyte(models / "bad" / "decoder.onnx.data")
-        manifest = models / "bad" / "manifest.json"
-        values = json.loads(manifest.read_text())
-        values["config"]["d_ff"] = _TERABYTE
-        manifest.write_text(json.dumps(values))
+        _change_config(models / "bad", d_ff=_TERABYTE)
         assert f"decoder.onnx.data {complaint}" in _refusal(server, "bad")
         shutil.copytree(good, models / "next")
         _loads(server, "next")
         assert server.stop() == 0
 
 
-def test_manifest_that_claims_a_billion_layers_is_refused_before_they_are_listed(tmp_path: Path) -> None:
-    good, models = _put_good(tmp_path / "good"), tmp_path / "models"
-    models.mkdir()
+def test_manifest_that_claims_a_billion_layers_is_refused_before_they_are_listed(good: Path, models: Path) -> None:
     with serving(models) as server:
         shutil.copytree(good, models / "bad")
-        manifest = models / "bad" / "manifest.json"
-        values = json.loads(manifest.read_text())
-        values["config"]["num_layers"] = 10**9
-        manifest.write_text(json.dumps(values))
+        _change_config(models / "bad", num_layers=10**9)
         assert "num_layers is 1000000000, must be at most" in _refusal(server, "bad")
         assert server.stop() == 0
 
 
 def test_pipe_that_a_graph_names_for_its_weights_is_refused_like_any_file_that_is_not_in_the_manifest(
-    tmp_path: Path,
+    good: Path, models: Path
 ) -> None:
     import onnx
 
-    good, models = _put_good(tmp_path / "good"), tmp_path / "models"
-    models.mkdir()
     graph = onnx.load(good / "decoder.onnx", load_external_data=False)
     for tensor in graph.graph.initializer:
         for entry in tensor.external_data:
@@ -219,10 +220,8 @@ def _boastful_header(file: Path) -> str:
 
 @pytest.mark.parametrize("spoil", [_zeros, _one_array_too_long, _boastful_header])
 def test_golden_cases_that_unpack_to_more_than_the_model_has_are_refused_before_they_are_unpacked(
-    tmp_path: Path, spoil: Callable[[Path], str]
+    good: Path, models: Path, spoil: Callable[[Path], str]
 ) -> None:
-    good, models = _put_good(tmp_path / "good"), tmp_path / "models"
-    models.mkdir()
     complaint = spoil(good / "golden.npz")
     rehash(good)
     with serving(models) as server:

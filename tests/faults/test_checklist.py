@@ -242,11 +242,11 @@ CORRUPTED = {
     "pickle for golden cases": lambda folder: _replace(folder, "golden.npz", pickle.dumps({"a": Trap()})),
     "graph that is none": lambda folder: _replace(folder, "decoder.onnx", b"garbage"),
     "nested JSON": lambda folder: _replace(folder, "tokenizer.json", b"[" * 100_000),
-    "manifest that nobody writes": lambda folder: os.mkfifo(_without(folder, "manifest.json")),
+    "manifest that is a pipe without a writer": lambda folder: os.mkfifo(_without(folder, "manifest.json")),
     "manifest without end": lambda folder: _without(folder, "manifest.json").symlink_to("/dev/zero"),
     "manifest that is a folder": lambda folder: _without(folder, "manifest.json").mkdir(),
     "manifest of a terabyte": lambda folder: os.truncate(folder / "manifest.json", 1 << 40),
-    "tokenizer that nobody writes": lambda folder: os.mkfifo(_without(folder, "tokenizer.json")),
+    "tokenizer that is a pipe without a writer": lambda folder: os.mkfifo(_without(folder, "tokenizer.json")),
     "tokenizer without end": lambda folder: _without(folder, "tokenizer.json").symlink_to("/dev/zero"),
 }
 

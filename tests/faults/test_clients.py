@@ -1,4 +1,4 @@
-"""Clients that die, freeze or vanish in the middle: what they held comes back, and nobody else notices."""
+"""Clients that die, freeze or vanish in the middle: what they held comes back, and no other client notices."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.faults.process import (
     until,
 )
 
-# Opens a stream that would last once it is told to, says so when it has a token, and reads on.
+# Opens a long stream on a signal, reports its first token, and reads on.
 CLIENT = """
 import sys
 import grpc
@@ -95,7 +95,7 @@ def close(process: subprocess.Popen[bytes]) -> None:
 
 
 def aborted(server: ServerProcess) -> float:
-    """Streams that were ended because nobody read them."""
+    """Streams that ended because they were not read."""
     return server.sample("grpc_server_handled_total", grpc_method="GenerateStream", grpc_code="ABORTED")
 
 
@@ -180,7 +180,7 @@ def test_half_open_tcp_is_closed_though_nobody_says_a_word(server: ServerProcess
             GenerationServiceStub(channel).Generate(greedy(DECODER, max_tokens=2), timeout=60)
             assert server.num_descriptors() > descriptors
             relay.cut()
-            # Pings that nobody answers, though no call is open that anybody could wait for.
+            # Pings without an answer, though no call is open.
             with neighbour.beside():
                 until(lambda: server.num_descriptors() <= descriptors, "its connection is still open")
         finally:

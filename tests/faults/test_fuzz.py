@@ -1,4 +1,4 @@
-"""Every request message, and bytes that are none: a status for each, nobody else disturbed, nothing left behind."""
+"""Every request message, and bytes that are none: a status for each, no other client disturbed, nothing left behind."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ BATCH = 25
 WORKERS = 8
 # What must never be in the words of a status.
 TELLTALE = re.compile(r"Traceback|site-packages|\.py\b|0x[0-9a-f]{6}|/tmp/")
-# Of a call that nobody answers.
+# For a call without an answer.
 TIMEOUT_SECONDS = 60.0
 
 
@@ -112,7 +112,7 @@ def _call(channel: grpc.Channel, method: Any) -> Call:
 
 
 def test_every_method_that_the_server_offers_is_fuzzed(server: ServerProcess) -> None:
-    """As the server itself tells it, so that a method that is new cannot be forgotten."""
+    """By the server's own reflection, so that no new method is forgotten."""
     fuzzed = {f"{method.containing_service.full_name}/{method.name}" for method in OFFERED}
     assert {method.name for method in OFFERED} >= MANAGING
     with server.channel() as channel:

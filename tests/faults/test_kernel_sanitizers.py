@@ -43,7 +43,7 @@ def test_hostile_models_are_refused_or_computed_without_a_fault(pytestconfig: py
     seconds = float(pytestconfig.getoption("--kernel-fuzz-seconds"))
     environment = _environment(
         LD_PRELOAD=":".join(map(str, preloaded)),
-        # ONNX Runtime and Python keep what they have at exit; what nobody has memory for is refused.
+        # ONNX Runtime and Python keep what they have at exit; an allocation that cannot succeed is refused.
         ASAN_OPTIONS="detect_leaks=0:allocator_may_return_null=1:max_allocation_size_mb=2048",
         UBSAN_OPTIONS="print_stacktrace=1",
     )

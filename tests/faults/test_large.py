@@ -39,7 +39,14 @@ ROOM = LARGEST - 256
 GENERATE = "/onward.v1.GenerationService/Generate"
 ESTIMATE = "/onward.v1.GenerationService/Estimate"
 SCORE = "/onward.v1.GenerationService/Score"
+TOKENIZE = "/onward.v1.GenerationService/Tokenize"
+DETOKENIZE = "/onward.v1.GenerationService/Detokenize"
 INFER = "/inference.GRPCInferenceService/ModelInfer"
+IDS = pb.TokenIds(ids=[3] * ROOM)
+ALLOWED = pb.SamplingParams(allowed_token_ids=[3] * ROOM)
+SCORED = pb.ScoreRequest(model=DECODER, text="a", target_text="a" * ROOM)
+TOKENIZED = pb.TokenizeRequest(model=DECODER, text="a" * ROOM)
+DETOKENIZED = pb.DetokenizeRequest(model=DECODER, token_ids=[3] * ROOM)
 # From so many rounds on their waits are a measurement.
 MEASURED_ROUNDS = 5
 MAX_WAIT_SECONDS = 0.05
@@ -65,82 +72,63 @@ def generate(model: str = DECODER, **fields: object) -> bytes:
     return pb.GenerateRequest(model=model, **fields).SerializeToString()  # type: ignore[arg-type]
 
 
-# What each is, the method and its request.
-LARGE: dict[str, tuple[str, bytes]] = {
-    "text": (GENERATE, generate(text="a" * ROOM)),
-    "wide text": (GENERATE, generate(text="😀" * (ROOM // 4))),
-    "text for a long context": (GENERATE, generate(LONG, text="a" * ROOM)),
-    "ids": (GENERATE, generate(token_ids=pb.TokenIds(ids=[3] * ROOM))),
-    "ids for a long context": (GENERATE, generate(LONG, token_ids=pb.TokenIds(ids=[3] * ROOM))),
-    "empty chat messages": (GENERATE, delimited(5, b"\x0a\x00" * (ROOM // 2))),
-    "chat message": (GENERATE, chat("a" * ROOM)),
-    "chat messages": (GENERATE, chat(*["a" * 1000] * 4000)),
-    "stop texts": (GENERATE, generate(text="a", stopping=pb.StoppingParams(stop=["a"] * (ROOM // 3)))),
-    "long stop texts": (GENERATE, generate(text="a", stopping=pb.StoppingParams(stop=["a" * 1000] * 4000))),
-    "allowed ids": (GENERATE, generate(text="a", sampling=pb.SamplingParams(allowed_token_ids=[3] * ROOM))),
-    "biases": (GENERATE, delimited(3, b"a") + delimited(7, b"\x52\x00" * (ROOM // 2))),
-    "samplings that are merged": (GENERATE, b"\x3a\x00" * (LARGEST // 2)),
-    "unknown fields": (GENERATE, (key(1999, 0) + b"\x00") * (LARGEST // 3)),
-    "model's name": (GENERATE, generate("m" * ROOM, text="a")),
-    "request's id": (GENERATE, generate(text="a", request_id="\u00e9" * (ROOM // 2))),
-    "estimate": (ESTIMATE, delimited(1, generate(text="a " * (ROOM // 2)))),
-    "target to score": (SCORE, pb.ScoreRequest(model=DECODER, text="a", target_text="a" * ROOM).SerializeToString()),
-    "text that a long context might hold": (GENERATE, generate(LONG, text="a" * 300_000)),
-    "text to tokenize": (
-        "/onward.v1.GenerationService/Tokenize",
-        pb.TokenizeRequest(model=DECODER, text="a" * ROOM).SerializeToString(),
+INVALID, RANGE = "INVALID_ARGUMENT", "OUT_OF_RANGE"
+
+
+def stopping(*stop: str) -> bytes:
+    return generate(text="a", stopping=pb.StoppingParams(stop=stop))
+
+
+# Status, the field that its message begins with or the field's parent, the request, and its method.
+LARGE: dict[str, tuple[str, str, bytes, str]] = {
+    "text": (RANGE, "prompt.text", generate(text="a" * ROOM), GENERATE),
+    "wide text": (RANGE, "prompt.text", generate(text="😀" * (ROOM // 4)), GENERATE),
+    "text for a long context": (RANGE, "prompt.text", generate(LONG, text="a" * ROOM), GENERATE),
+    "ids": (RANGE, "prompt.token_ids.ids", generate(token_ids=IDS), GENERATE),
+    "ids for a long context": (RANGE, "prompt.token_ids.ids", generate(LONG, token_ids=IDS), GENERATE),
+    "empty chat messages": (INVALID, "prompt.chat.messages", delimited(5, b"\x0a\x00" * (ROOM // 2)), GENERATE),
+    "chat message": (RANGE, "prompt.chat.messages", chat("a" * ROOM), GENERATE),
+    "chat messages": (RANGE, "prompt.chat.messages", chat(*["a" * 1000] * 4000), GENERATE),
+    "stop texts": (INVALID, "stopping.stop", stopping(*["a"] * (ROOM // 3)), GENERATE),
+    "long stop texts": (INVALID, "stopping.stop", stopping(*["a" * 1000] * 4000), GENERATE),
+    "allowed ids": (INVALID, "sampling.allowed_token_ids", generate(text="a", sampling=ALLOWED), GENERATE),
+    "biases": (
+        INVALID,
+        "sampling.logit_bias",
+        delimited(3, b"a") + delimited(7, b"\x52\x00" * (ROOM // 2)),
+        GENERATE,
     ),
-    "ids to detokenize": (
-        "/onward.v1.GenerationService/Detokenize",
-        pb.DetokenizeRequest(model=DECODER, token_ids=[3] * ROOM).SerializeToString(),
-    ),
-    "open inference: text": (INFER, infer("a" * ROOM)),
-    "open inference: ids as JSON": (INFER, infer(stop_token_ids=f"[{'3,' * (ROOM // 2 - 8)}3]")),
-    "open inference: many lists as JSON": (
+    "samplings that are merged": (INVALID, "sampling", b"\x3a\x00" * (LARGEST // 2), GENERATE),
+    "unknown fields": (INVALID, "request", (key(1999, 0) + b"\x00") * (LARGEST // 3), GENERATE),
+    "model's name": ("NOT_FOUND", "model", generate("m" * ROOM, text="a"), GENERATE),
+    "request's id": (INVALID, "request_id", generate(text="a", request_id="\u00e9" * (ROOM // 2)), GENERATE),
+    "estimate": (RANGE, "prompt.text", delimited(1, generate(text="a " * (ROOM // 2))), ESTIMATE),
+    "target to score": (RANGE, "target.target_text", SCORED.SerializeToString(), SCORE),
+    "text that a long context might hold": (RANGE, "prompt.text", generate(LONG, text="a" * 300_000), GENERATE),
+    "text to tokenize": (INVALID, "text", TOKENIZED.SerializeToString(), TOKENIZE),
+    "ids to detokenize": (INVALID, "token_ids", DETOKENIZED.SerializeToString(), DETOKENIZE),
+    "open inference: text": (RANGE, "text_input", infer("a" * ROOM), INFER),
+    "open inference: ids as JSON": (
+        INVALID,
+        "parameters.stop_token_ids",
+        infer(stop_token_ids=f"[{'3,' * (ROOM // 2 - 8)}3]"),
         INFER,
+    ),
+    # Of whichever parameter protobuf has first.
+    "open inference: many lists as JSON": (
+        INVALID,
+        "parameters",
         infer(
             **dict.fromkeys(("stop", "stop_token_ids", "allowed_token_ids"), f"[{'3,' * 16_000}3]"),
             logit_bias="{" + '"1":1,' * 5000 + '"2":1}',
         ),
+        INFER,
     ),
-    "open inference: number": (INFER, infer(temperature="9" * ROOM)),
-    "open inference: empty parameters": (INFER, b"\x22\x00" * (LARGEST // 2)),
-    "open inference: empty inputs": (INFER, b"\x2a\x00" * (LARGEST // 2)),
-    "open inference: parameter's name": (INFER, infer(**{"x" * ROOM: "y"})),
-}
-
-# How each is refused, and the field that the message begins with, or its parent.
-REFUSALS = {
-    "text": ("OUT_OF_RANGE", "prompt.text"),
-    "wide text": ("OUT_OF_RANGE", "prompt.text"),
-    "text for a long context": ("OUT_OF_RANGE", "prompt.text"),
-    "ids": ("OUT_OF_RANGE", "prompt.token_ids.ids"),
-    "ids for a long context": ("OUT_OF_RANGE", "prompt.token_ids.ids"),
-    "empty chat messages": ("INVALID_ARGUMENT", "prompt.chat.messages"),
-    "chat message": ("OUT_OF_RANGE", "prompt.chat.messages"),
-    "chat messages": ("OUT_OF_RANGE", "prompt.chat.messages"),
-    "stop texts": ("INVALID_ARGUMENT", "stopping.stop"),
-    "long stop texts": ("INVALID_ARGUMENT", "stopping.stop"),
-    "allowed ids": ("INVALID_ARGUMENT", "sampling.allowed_token_ids"),
-    "biases": ("INVALID_ARGUMENT", "sampling.logit_bias"),
-    "samplings that are merged": ("INVALID_ARGUMENT", "sampling"),
-    "unknown fields": ("INVALID_ARGUMENT", "request"),
-    "model's name": ("NOT_FOUND", "model"),
-    "request's id": ("INVALID_ARGUMENT", "request_id"),
-    "estimate": ("OUT_OF_RANGE", "prompt.text"),
-    "target to score": ("OUT_OF_RANGE", "target.target_text"),
-    "text that a long context might hold": ("OUT_OF_RANGE", "prompt.text"),
-    "text to tokenize": ("INVALID_ARGUMENT", "text"),
-    "ids to detokenize": ("INVALID_ARGUMENT", "token_ids"),
-    "open inference: text": ("OUT_OF_RANGE", "text_input"),
-    "open inference: ids as JSON": ("INVALID_ARGUMENT", "parameters.stop_token_ids"),
-    # Whichever protobuf has first.
-    "open inference: many lists as JSON": ("INVALID_ARGUMENT", "parameters"),
-    "open inference: number": ("INVALID_ARGUMENT", "parameters.temperature"),
-    "open inference: empty parameters": ("INVALID_ARGUMENT", "parameters"),
-    "open inference: empty inputs": ("INVALID_ARGUMENT", "inputs"),
-    # Cut to 200 characters, of which the last says so.
-    "open inference: parameter's name": ("INVALID_ARGUMENT", f"parameters.{'x' * 188}"),
+    "open inference: number": (INVALID, "parameters.temperature", infer(temperature="9" * ROOM), INFER),
+    "open inference: empty parameters": (INVALID, "parameters", b"\x22\x00" * (LARGEST // 2), INFER),
+    "open inference: empty inputs": (INVALID, "inputs", b"\x2a\x00" * (LARGEST // 2), INFER),
+    # Cut to 200 characters with an ellipsis.
+    "open inference: parameter's name": (INVALID, f"parameters.{'x' * 188}", infer(**{"x" * ROOM: "y"}), INFER),
 }
 
 
@@ -212,8 +200,7 @@ def beside(server: ServerProcess, path: str, data: bytes) -> tuple[bytes, float]
 def test_largest_message_of_any_kind_has_a_short_status_and_hurts_nobody(
     server: ServerProcess, kind: str, record_property: pytest.RecordProperty, rounds: int
 ) -> None:
-    path, data = LARGE[kind]
-    status, field = REFUSALS[kind]
+    status, field, data, path = LARGE[kind]
     assert path[1:] in METHODS
     assert len(data) <= LARGEST
     neighbour = Neighbour(server)

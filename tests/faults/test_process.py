@@ -41,7 +41,7 @@ NUM_STREAMS = 32
 @pytest.mark.parametrize(
     ("grace", "kinds", "short_tokens"),
     [("60", (DECODER, TRANSLATOR), 80), ("4", (DECODER, LONG), 8), ("0", (LONG, LONG), 0)],
-    ids=["all in time", "half of them", "nobody"],
+    ids=["all in time", "half of them", "none"],
 )
 def test_sigterm_with_streams_in_flight_lets_them_finish_within_the_grace_and_exits_0(
     tmp_path: Path, grace: str, kinds: tuple[str, str], short_tokens: int
@@ -83,15 +83,15 @@ def test_sigterm_with_streams_in_flight_lets_them_finish_within_the_grace_and_ex
 
 
 def blocked(path: Path) -> int:
-    """Waits until somebody reads a pipe that nobody writes; the end to be written to, which keeps it waiting."""
+    """Waits until a pipe has a reader; returns the end to write to, which keeps the reader waiting."""
     found: list[int] = []
 
     def is_read() -> bool:
-        with suppress(OSError):  # while nobody does
+        with suppress(OSError):  # while it has none
             found.append(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
         return bool(found)
 
-    until(is_read, "nobody reads it")
+    until(is_read, "it has no reader")
     return found[0]
 
 

@@ -120,7 +120,7 @@ async def ask(
 
 
 class Attackers:
-    """A process of theirs. What it tells has one reader, a thread: two would take each other's lines."""
+    """A process of theirs. One thread reads its output: two would take each other's lines."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process

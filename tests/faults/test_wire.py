@@ -40,7 +40,7 @@ SENT: dict[str, bytes] = {
     "frame of 16 MiB": BEGIN + frame(0, 0, 1, b"", length=(1 << 24) - 1),
     "data without headers": BEGIN + frame(0, 1, 1, b"x" * 100),
     "broken header compression": BEGIN + frame(1, 5, 1, b"\xff" * 50),
-    "message shorter than told": BEGIN + headers(GENERATE) + frame(0, 1, 1, b"\x00\x00\x00\x01\x00abc"),
+    "message shorter than announced": BEGIN + headers(GENERATE) + frame(0, 1, 1, b"\x00\x00\x00\x01\x00abc"),
     "message of 4 GiB": BEGIN + headers(GENERATE) + frame(0, 1, 1, b"\x00\xff\xff\xff\xffabc"),
     "compressed by an unknown method": BEGIN
     + headers(GENERATE, (b"grpc-encoding", b"zip"))

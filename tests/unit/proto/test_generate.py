@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from pathlib import Path
 
@@ -44,10 +43,3 @@ def test_every_scalar_whose_comment_gives_a_default_other_than_zero_is_optional(
         if zero == bool(optional) and not (optional and default is None):
             wrong.append(f"{name}: {joined}")
     assert wrong == []
-
-
-@pytest.mark.parametrize("module", ["generation", "model"])
-def test_stubs_live_under_the_package_of_the_contract(module: str) -> None:
-    stub = importlib.import_module(f"onward.v1.{module}_pb2")
-    assert stub.DESCRIPTOR.package == "onward.v1"
-    assert stub.DESCRIPTOR.name == f"onward/v1/{module}.proto"

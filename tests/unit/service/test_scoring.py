@@ -1,11 +1,10 @@
-"""Scoring given text: what the engine answers on a fake model, how requests become tasks, what scores amount to."""
+"""Scoring given text: the engine's answers on a fake model, requests as tasks, totals of scores."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -58,7 +57,7 @@ def by_definition(source: Sequence[int], tokens: Sequence[int], scoring: PromptS
 
 @FAMILIES
 @pytest.mark.parametrize(("length", "start"), [(length, each) for length, starts in EDGES for each in starts])
-def test_scores_are_the_models_whatever_the_chunks(encoder_decoder: bool, length: int, start: int) -> None:
+def test_scores_are_the_models_independent_of_chunks(encoder_decoder: bool, length: int, start: int) -> None:
     """`length` counts all that the decoder is given: its start token, too."""
     scoring = PromptScoring(num_top=2, start=start)
     tokens = [BOS, *some_tokens(length - 1)]
@@ -78,7 +77,7 @@ def test_scores_are_the_models_whatever_the_chunks(encoder_decoder: bool, length
 
 @FAMILIES
 @pytest.mark.parametrize("length", [1, 2, 8, 9, 17, 30])
-def test_scored_prompt_is_told_before_its_continuation_which_is_the_same(encoder_decoder: bool, length: int) -> None:
+def test_scored_prompt_comes_before_its_continuation_which_is_the_same(encoder_decoder: bool, length: int) -> None:
     given = some_tokens(length)
     scoring = PromptScoring(num_top=1)
     engine = fake_engine(encoder_decoder=encoder_decoder)
@@ -99,7 +98,7 @@ def test_scored_prompt_is_told_before_its_continuation_which_is_the_same(encoder
     max_tokens=st.lists(st.integers(0, 4), min_size=9, max_size=9),
     steps=st.integers(0, 3),
 )
-def test_scores_do_not_depend_on_company(
+def test_scores_do_not_depend_on_batch_composition(
     encoder_decoder: bool, lengths: list[int], starts: list[int], max_tokens: list[int], steps: int
 ) -> None:
     engine = fake_engine(encoder_decoder=encoder_decoder)
@@ -216,11 +215,17 @@ def test_task_that_cannot_be_done_is_refused_by_its_field(
     assert (refusal.value.field, type(refusal.value)) == (field, kind)
 
 
-@FAMILIES
-def test_longest_task_fits_the_engine(encoder_decoder: bool) -> None:
-    model = served_model(encoder_decoder=encoder_decoder)
-    room = CONTEXT - (1 if encoder_decoder else 3)
-    task = make_task(model, "ab", "c" * room)
+@pytest.mark.parametrize(
+    ("encoder_decoder", "prompt", "target", "num_scores"),
+    [
+        (False, "ab", "c" * (CONTEXT - 3), CONTEXT - 3),
+        (True, "ab", "c" * (CONTEXT - 1), CONTEXT - 1),
+        # A prompt that is scored itself may fill the context.
+        (False, "a" * (CONTEXT - 1), None, CONTEXT - 1),
+    ],
+)
+def test_longest_task_fits_the_engine(encoder_decoder: bool, prompt: str, target: str | None, num_scores: int) -> None:
+    task = make_task(served_model(encoder_decoder=encoder_decoder), prompt, target)
     engine = fake_engine(encoder_decoder=encoder_decoder)
     scoring = PromptScoring(start=task.start)
     engine.add_request(
@@ -228,16 +233,7 @@ def test_longest_task_fits_the_engine(encoder_decoder: bool) -> None:
             "a", task.prompt_token_ids, stopping=NOTHING, target_prefix=task.target_prefix_token_ids, scoring=scoring
         )
     )
-    assert len(scores_of(drain(engine), "a")) == room
-
-
-def test_prompt_that_is_scored_itself_may_fill_the_context() -> None:
-    task = make_task(served_model(), "a" * (CONTEXT - 1), None)
-    assert len(task.prompt_token_ids) == CONTEXT
-    engine = fake_engine()
-    scoring = PromptScoring(start=task.start)
-    engine.add_request(request("a", task.prompt_token_ids, stopping=NOTHING, scoring=scoring))
-    assert len(scores_of(drain(engine), "a")) == CONTEXT - 1
+    assert len(scores_of(drain(engine), "a")) == num_scores
 
 
 def test_score_adds_up() -> None:
@@ -247,14 +243,3 @@ def test_score_adds_up() -> None:
     assert score.bits_per_byte == pytest.approx(0.5)
     assert Score((2,), (-1.0,), num_bytes=0).bits_per_byte is None
     assert Score((2,), (-1e6,), num_bytes=1).perplexity == math.inf
-
-
-def test_scores_of_all_continuations_are_a_distribution() -> None:
-    """The probabilities of every second token after one first, as the engine scores them, sum to 1."""
-    total = 0.0
-    for token_id in range(32):
-        engine = fake_engine()
-        engine.add_request(request("a", [5, token_id], stopping=NOTHING, scoring=PromptScoring()))
-        total += math.exp(scores_of(drain(engine), "a")[0].logprob)
-    assert total == pytest.approx(1.0, abs=1e-6)
-    assert np.isfinite(noise((), [5])).all()

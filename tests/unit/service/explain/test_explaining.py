@@ -13,7 +13,7 @@ from service.errors import InvalidRequest, PromptTooLong
 from service.explain import explaining
 from service.explain.explaining import ExplainCall, ExplainTask, Selection
 from service.repository.models import ServedModel
-from service.transport import codec
+from service.transport import analysis_codec
 from tests.fakes import BOS, CONTEXT, EOS, spell
 from tests.servers import served_model
 
@@ -89,7 +89,7 @@ def test_room_for_a_target_is_what_its_answer_really_needs(limit: int, encoder_d
         task = ExplainTask.of(served, prompt, (5,) * length)
         sides = {ENCODER: (task.source, task.source), DECODER: (task.decoder,) * 2, CROSS: (task.decoder, task.source)}
         weights = [np.ones((2, *map(len, sides[kind])), np.float32) for kind, _ in selection.layers]
-        return codec.encode_explanation(explaining.explanation(served, task, selection, weights)).ByteSize()
+        return analysis_codec.encode_explanation(explaining.explanation(served, task, selection, weights)).ByteSize()
 
     room = explaining.fitting_room(selection, len(prompt), 60, limit, has_source=encoder_decoder)
     if room:

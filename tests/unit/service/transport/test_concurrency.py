@@ -156,7 +156,7 @@ async def test_a_refused_call_whose_status_is_never_sent_is_evicted_for_the_next
 
     first, second = Shut(), Shut()
     tasks = [asyncio.create_task(call(first))]
-    await eventually(lambda: len(limit._places._stalled) == 1)
+    await eventually(lambda: len(limit._places.stalled) == 1)
     assert not tasks[0].done()
     if why != "full":
         count, (placed,) = await num_placed(limit, "a", 1)

@@ -11,7 +11,7 @@ import pytest
 
 from onward.v1 import generation_pb2 as pb
 from service.config import RequestLimits
-from service.transport import codec
+from service.transport import analysis_codec, codec
 from service.transport.generation import GenerationServicer
 
 
@@ -32,8 +32,9 @@ class Awaited(Exception):
     "method", ["Generate", "GenerateStream", "Tokenize", "Detokenize", "Score", "Estimate", "Explain"]
 )
 async def test_no_method_holds_its_request_while_it_waits(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("decode_generate", "decode_score", "decode_explain"):
-        monkeypatch.setattr(codec, name, lambda *_: None)
+    monkeypatch.setattr(codec, "decode_generate", lambda *_: None)
+    for name in ("decode_score", "decode_explain"):
+        monkeypatch.setattr(analysis_codec, name, lambda *_: None)
     request = Request()
     gone = weakref.ref(request)
 

@@ -26,7 +26,7 @@ METHOD = "/onward.v1.GenerationService/GenerateStream"
 
 
 class Context:
-    """A call whose client is gone, which the handler has not been told yet."""
+    """A call whose client is gone, before its handler is cancelled."""
 
     def __init__(self) -> None:
         self.aborted: list[Any] = []

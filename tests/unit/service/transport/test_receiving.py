@@ -1,4 +1,4 @@
-"""Who may send a request when: places are shared between callers, and slow senders lose theirs to those who wait."""
+"""Reads share places fairly between callers, and slow ones lose theirs to waiting callers."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from service.errors import ClientStalled, InvalidRequest, RateLimited
-from service.transport import read_places, receiving, streams
+from service.errors import ClientStalled, InvalidRequest
+from service.transport import read_places, receiving
 from service.transport.flooding import FloodGuard
-from service.transport.open_methods import OpenMethods, address_of
+from service.transport.open_methods import OpenMethods
 from service.transport.read_places import Connection
 from service.transport.receiving import Receiver
-from service.transport.streams import OpenStream, OpenStreams
 
 MESSAGE = 100
 
@@ -98,18 +97,21 @@ async def test_a_slow_sender_loses_its_place_to_a_caller_who_has_none(monkeypatc
     await end(held)
 
 
-async def test_nobody_loses_a_place_to_those_who_hold_as_many(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("holders", "waiters"), [("aabb", "ab"), ("aabc", "b")], ids=["as many", "one more"])
+async def test_no_read_ends_for_a_caller_that_holds_as_many_or_one_less(
+    holders: str, waiters: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(read_places, "_PATIENCE_SECONDS", 0.01)
     bound = receiver(4)
-    held = begin(bound, *"aabb")
+    held = begin(bound, *holders)
     looked, look = asyncio.Semaphore(0), bound.places._end_a_read
     monkeypatch.setattr(bound.places, "_end_a_read", lambda caller: (look(caller), looked.release()))
-    waiting = begin(bound, *"ab")
+    waiting = begin(bound, *waiters)
     async with asyncio.timeout(60):
         for _ in range(4):
             await looked.acquire()
-    assert reads(waiting) == [False, False]
-    assert await end(held + waiting) == [b"x"] * 6
+    assert not any(reads(waiting))
+    assert await end(held + waiting) == [b"x"] * (len(holders) + len(waiters))
 
 
 async def test_the_only_read_of_a_caller_is_not_ended_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,18 +178,6 @@ async def test_connections_of_one_address_have_half_of_the_places_together() -> 
     assert await end(crowd + other) == [b"x"] * 11
 
 
-@pytest.mark.parametrize(
-    ("peer", "address"),
-    [
-        ("ipv4:10.0.0.1:5000", "10.0.0.1"),
-        ("ipv6:%5B2001:db8:1:2:3::4%5D:5000", "2001:db8:1:2::/64"),
-        ("ipv6:%5Bfe80::1%25eth0%5D:5000", "fe80::/64"),
-    ],
-)
-def test_an_address_of_ipv6_is_its_network(peer: str, address: str) -> None:
-    assert address_of(peer) == address
-
-
 async def test_a_message_is_looked_through_while_others_run() -> None:
     bound, call = receiver(4), Call()
     steps: list[str] = []
@@ -247,71 +237,6 @@ async def test_a_call_without_a_message_is_invalid(monkeypatch: pytest.MonkeyPat
     call.sent.set_result(grpc.aio.EOF)
     with pytest.raises(InvalidRequest):
         await task
-
-
-@pytest.fixture
-def four_streams(monkeypatch: pytest.MonkeyPatch) -> OpenStreams:
-    monkeypatch.setattr(streams, "_MAX_STREAM_BYTES", MESSAGE * 4)
-    return OpenStreams(MESSAGE, FloodGuard(MESSAGE))
-
-
-async def test_streams_that_bring_many_requests_are_bounded(four_streams: OpenStreams) -> None:
-    bound = four_streams
-    async with bound.open("ipv4:127.0.0.1:1", "a"), bound.open("ipv4:127.0.0.1:1", "a"):
-        with pytest.raises(RateLimited):
-            await bound.open("ipv4:127.0.0.1:1", "a").__aenter__()
-        async with bound.open("ipv4:127.0.0.1:1", "b"):
-            pass
-    async with bound.open("ipv4:127.0.0.1:1", "a"), bound.open("ipv4:127.0.0.1:1", "a"):
-        pass
-
-
-async def test_the_longest_silent_stream_of_the_greediest_ends_for_another_caller(four_streams: OpenStreams) -> None:
-    bound = four_streams
-    opened: dict[str, OpenStream] = {}
-    ended: dict[str, ClientStalled] = {}
-
-    async def hold(name: str) -> None:
-        try:
-            async with bound.open("ipv4:127.0.0.1:1", name[0]) as opened[name]:
-                await asyncio.Event().wait()
-        except ClientStalled as error:
-            ended[name] = error
-
-    async def begun(*names: str) -> None:
-        tasks.extend(asyncio.create_task(hold(name)) for name in names)
-        await settle()
-
-    tasks: list[asyncio.Task[None]] = []
-    await begun("a1", "b1", "b2", "c1")
-    # It is the oldest, but a request of it runs.
-    with opened["b1"].working():
-        await begun("d1")
-        assert list(ended) == ["b2"]
-        # Each has one now.
-        await begun("e1")
-        assert list(ended) == ["b2", "a1"]
-        # One more than an equal has is not to be had.
-        with pytest.raises(RateLimited):
-            await bound.open("ipv4:127.0.0.1:1", "d").__aenter__()
-    assert "silent" in str(ended["b2"])
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    async with bound.open("ipv4:127.0.0.1:1", "f"), bound.open("ipv4:127.0.0.1:1", "f"):
-        pass
-
-
-async def test_a_stream_is_silent_since_it_last_worked(four_streams: OpenStreams) -> None:
-    bound = four_streams
-    async with bound.open("ipv4:127.0.0.1:1", "a") as first:
-        with pytest.raises(ClientStalled):  # noqa: PT012 (where it is raised is the point)
-            async with bound.open("ipv4:127.0.0.1:1", "a"), bound.open("ipv4:127.0.0.1:1", "b"):
-                with first.working():
-                    pass
-                async with bound.open("ipv4:127.0.0.1:1", "b"), bound.open("ipv4:127.0.0.1:1", "c"):
-                    await asyncio.Event().wait()
-        assert not first.is_ended
 
 
 class System:
