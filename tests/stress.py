@@ -3,8 +3,8 @@
     python -m tests.stress [--only suite | core | NAME ...]
 
 No test may depend on the clock, the load of the machine, the order of tests or a random draw. Each pass runs in a
-random order whose seed is printed. Outcomes are kept in a folder of the tree's hash below `build/stress`: an interrupted run
-resumes, and repeats the failed passes.
+random order whose seed is printed. Outcomes are kept below `build/stress`, in a folder named by the tree's hash: an
+interrupted run resumes, and repeats the failed passes.
 """
 
 from __future__ import annotations
