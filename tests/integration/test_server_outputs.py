@@ -160,7 +160,7 @@ async def test_long_hypotheses_are_sent_in_several_messages_in_order() -> None:
         assert end.HasField("finished")
 
 
-async def test_outputs_that_run_when_the_time_is_up_end_the_call_after_what_there_was() -> None:
+async def test_running_outputs_end_the_call_at_the_deadline() -> None:
     late = [
         [token(5, 0), token(6, 1, END)],
         [token(None, 0, FinishReason.DEADLINE)],

@@ -47,7 +47,7 @@ def test_options_are_the_fields_of_the_contract_and_no_two_share_a_name() -> Non
     assert len(names) == len(own) + sum(map(len, nested))
 
 
-def test_every_option_comes_into_its_place() -> None:
+def test_every_option_is_set_in_its_field() -> None:
     options: GenerateOptions = {
         "request_id": "r",
         "model": "m",
@@ -79,7 +79,7 @@ def test_every_option_comes_into_its_place() -> None:
     )
 
 
-def test_none_is_not_said_and_zero_is() -> None:
+def test_none_is_not_set_and_zero_is() -> None:
     assert requests.generate("a", {"temperature": None, "model": None, "stop": None}) == pb.GenerateRequest(text="a")
     assert not requests.generate("a", {"beam_size": 2, "temperature": None}).HasField("sampling")
     assert requests.generate("a", {"temperature": 0}).sampling.HasField("temperature")
