@@ -216,7 +216,7 @@ def test_start_asks_no_name_server(registry: CollectorRegistry, monkeypatch: pyt
     ("accepted", "is_packed"),
     [("gzip", True), ("deflate, gzip;q=0.5", True), ("gzip;q=0", False), ("xgzip, deflate", False)],
 )
-def test_answer_is_packed_for_those_who_can_unpack_it(
+def test_answer_is_compressed_if_the_client_accepts_gzip(
     connection: http.client.HTTPConnection, accepted: str, is_packed: bool
 ) -> None:
     answer = get(connection, Accept_Encoding=accepted)

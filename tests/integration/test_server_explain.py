@@ -187,7 +187,7 @@ async def test_greedy_output_is_cut_to_the_tokens_that_are_explained(graph: Fake
     assert graph.runs[0][0] == (BOS, *spell("ab"), *expected_tokens((BOS, *spell("ab")), 6))
 
 
-async def test_greedy_output_is_cut_to_what_a_message_holds(graph: FakeGraph) -> None:
+async def test_greedy_output_is_cut_to_the_largest_message(graph: FakeGraph) -> None:
     async with running([explained_model()], max_message_bytes=4096) as server:
         answer = await server.generation.Explain(pb.ExplainRequest(text="ab"))
         one = await server.generation.Explain(pb.ExplainRequest(text="ab", layers=[0], heads=[0]))

@@ -68,7 +68,7 @@ async def test_a_watcher_is_sent_the_drain_though_another_of_the_same_name_has_l
             assert (error.code(), error.details()) == (grpc.StatusCode.UNAVAILABLE, "the server has stopped")
 
 
-async def test_a_watcher_of_an_unknown_name_is_sent_what_becomes_of_it() -> None:
+async def test_a_watcher_of_an_unknown_name_is_sent_its_later_states() -> None:
     async with running() as server:
         watch = await watching(server.health, "later", SERVICE_UNKNOWN)
         server.app.models.serve(served_model("later"), Parity((TRUSTED,)))

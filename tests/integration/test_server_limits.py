@@ -283,7 +283,7 @@ async def test_silent_calls_of_a_connection_end_for_the_others_of_it(
             each.cancel()
 
 
-async def test_what_a_connection_brought_for_calls_that_end_unread_is_counted_as_such(
+async def test_unread_bytes_of_a_connections_ended_calls_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Each judgement begins the count anew.

@@ -107,7 +107,7 @@ def test_both_families_stream_what_they_answer_at_once(channel: grpc.Channel, fa
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_was_generated_scores_as_it_was_reported(channel: grpc.Channel, family: str) -> None:
+def test_scores_of_generated_tokens_equal_their_logprobs(channel: grpc.Channel, family: str) -> None:
     """Token by token, whether decoded one at a time or computed in chunks; and so does a forced beginning."""
     stub = GenerationServiceStub(channel)
     (output,) = stub.Generate(request(family, response=pb.ResponseOptions(logprobs=0))).outputs

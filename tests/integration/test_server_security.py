@@ -154,7 +154,7 @@ async def test_certificates_that_no_handshake_could_be_made_with_are_refused_bef
     assert problem.startswith(f"{client_ca or key}: ")
 
 
-async def test_files_are_read_once_and_what_was_read_is_checked(
+async def test_certificates_are_read_once_and_checked_as_read(
     authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     certificate, key = authority.issue("raced", HOST)

@@ -176,7 +176,7 @@ async def test_several_outputs_have_a_finish_reason_each(kept: Kept) -> None:
     assert attrs(call)["gen_ai.usage.output_tokens"] == 12
 
 
-async def test_cancelled_stream_is_recorded_as_cancelled_with_what_it_had(kept: Kept) -> None:
+async def test_canceled_stream_is_recorded_with_its_tokens_so_far(kept: Kept) -> None:
     async with running([served_model(context=100_000)], tracer=kept.tracer) as server:
         call_of_client = await read_accepted(server.stream(max_tokens=60_000))
         await call_of_client.read()
@@ -291,7 +291,7 @@ async def test_refused_calls_are_spans_without_phases(kept: Kept) -> None:
     assert duration.count == SLOTS
 
 
-async def test_calls_that_generate_nothing_are_traced_as_what_they_are(kept: Kept) -> None:
+async def test_calls_without_generation_have_their_own_attributes(kept: Kept) -> None:
     async with running(tracer=kept.tracer) as server:
         await server.generation.Tokenize(pb.TokenizeRequest(text="ab"))
         await server.generation.Score(pb.ScoreRequest(text="abc"))

@@ -112,7 +112,7 @@ def test_dockerfile_sets_variables_that_the_server_reads() -> None:
     assert (str(config.models), config.host) == ("/models", "0.0.0.0")
 
 
-def test_image_is_handed_what_a_compiler_made_and_no_compiler() -> None:
+def test_image_has_compiled_kernels_and_no_compiler() -> None:
     build, final = re.split(r"^FROM .*$", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE)[1:]
     assert "g++" in build
     # Built for the installed package: a library in /src would not be found.
@@ -126,7 +126,7 @@ def test_image_has_the_projects_version() -> None:
     assert f"ARG VERSION={project['version']}\n" in (ROOT / "Dockerfile").read_text()
 
 
-def test_image_is_built_from_what_the_server_is_and_nothing_else() -> None:
+def test_image_is_built_from_the_servers_files_only() -> None:
     ignored, *kept = [
         line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")
     ]
@@ -185,7 +185,7 @@ def test_ports_are_the_servers() -> None:
     assert all(port.startswith("127.0.0.1:") for port in published)
 
 
-def test_compose_mounts_what_is_there() -> None:
+def test_compose_mounts_existing_folders() -> None:
     mounted = [volume.split(":")[0] for service in COMPOSE.values() for volume in service.get("volumes", ())]
     folders = [ROOT / "deploy" / folder for folder in mounted if folder.startswith("./")]
     assert folders
@@ -267,7 +267,7 @@ def test_alternatives_pass_their_makers_schemas(schemas: tuple[str, Path]) -> No
         ("Gateway", "gatewayClassName: eg", "className: eg"),
     ],
 )
-def test_makers_schemas_refuse_what_they_do_not_know(kind: str, old: str, new: str, schemas: tuple[str, Path]) -> None:
+def test_schemas_of_the_alternatives_are_strict(kind: str, old: str, new: str, schemas: tuple[str, Path]) -> None:
     text = yaml.safe_dump(alternative(kind))
     assert old in text
     (complaint,) = complaints([yaml.safe_load(text.replace(old, new))], schemas)
@@ -287,7 +287,7 @@ def test_compose_file_passes_the_specification(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
-def test_specification_refuses_what_it_does_not_know(tmp_path: Path) -> None:
+def test_compose_specification_is_strict(tmp_path: Path) -> None:
     text = (ROOT / "deploy" / "compose.yaml").read_text()
     assert "    read_only: true\n" in text
     done = compose_check(text.replace("    read_only: true\n", "    readonly: true\n"), tmp_path)
@@ -323,7 +323,7 @@ def test_autoscaler_wants_six_tenths_of_the_places_taken() -> None:
     assert int(running) == int(capacity_plan.UTILISATION * CONFIG.max_batch_size)
 
 
-def test_gateway_keeps_what_is_for_one_server_from_going_to_any() -> None:
+def test_gateway_routes_no_call_for_one_server() -> None:
     route = alternative("GRPCRoute")["spec"]
     matches = [match["method"] for rule in route["rules"] for match in rule["matches"]]
     wholly = {match["service"] for match in matches if "method" not in match}
@@ -395,7 +395,7 @@ def test_envoy_takes_its_configuration_and_finds_nothing_old_in_it(tmp_path: Pat
     assert "deprecated" not in done.stderr.lower()
 
 
-def test_envoy_refuses_what_it_does_not_know(tmp_path: Path) -> None:
+def test_envoys_validation_is_strict(tmp_path: Path) -> None:
     text = ENVOY.read_text()
     assert text.count("num_retries: 3") == 1
     done = validated(text.replace("num_retries: 3", "number_of_retries: 3"), tmp_path)
@@ -403,7 +403,7 @@ def test_envoy_refuses_what_it_does_not_know(tmp_path: Path) -> None:
     assert "number_of_retries" in done.stderr + done.stdout
 
 
-def test_envoy_keeps_what_is_for_one_server_from_going_to_any() -> None:
+def test_envoy_routes_no_call_for_one_server() -> None:
     (host,) = envoy_route_config()["route_config"]["virtual_hosts"]
     kept_back, passed_on = host["routes"][:2], host["routes"][2:]
     assert [route["direct_response"]["status"] for route in kept_back] == [403, 403]

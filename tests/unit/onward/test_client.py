@@ -105,7 +105,7 @@ def test_bytes_are_no_token_ids(prompt: Any) -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), [("temprature", 1.0), ("max_tokens", 1 << 40), ("seed", -1)])
-def test_what_no_message_can_hold_is_refused_before_it_is_sent(name: str, value: Any) -> None:
+def test_arguments_that_no_message_can_hold_are_refused_before_sending(name: str, value: Any) -> None:
     options: Any = {name: value}
     with pytest.raises(ValueError, match=name if name == "temprature" else "range"):
         requests.generate("a", options)
@@ -294,7 +294,7 @@ def test_answer_of_a_newer_server_is_read_all_the_same() -> None:
     assert not facts.is_complete
 
 
-def test_generation_has_what_the_answer_has() -> None:
+def test_generation_has_the_answers_fields() -> None:
     output = pb.GenerationOutput(
         index=0, text="a", token_ids=[5], finish_reason=pb.FINISH_REASON_STOP, matched_stop=pb.MatchedStop(text="b")
     )

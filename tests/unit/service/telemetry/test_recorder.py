@@ -80,7 +80,7 @@ def open_request() -> RecordedRequest:
     )
 
 
-def test_last_steps_and_requests_of_each_model_are_kept_and_the_others_forgotten() -> None:
+def test_last_steps_and_requests_of_each_model_are_kept() -> None:
     recorder = recorder_of(MODELS, 3)
     for number in range(5):
         recorder.step_done("one", step(number), number + 0.5)
@@ -97,7 +97,7 @@ def test_last_steps_and_requests_of_each_model_are_kept_and_the_others_forgotten
     assert two.open_requests == (open_request(),)
 
 
-def test_model_that_is_gone_leaves_its_memory_and_may_come_again() -> None:
+def test_unloaded_model_frees_its_memory_and_may_be_loaded_again() -> None:
     recorder = recorder_of(MODELS, 3)
     recorder.step_done("one", step(1, "f00d"), 1.5)
     recorder.forget("one")
@@ -115,7 +115,7 @@ def test_recorder_that_keeps_nothing_accepts_everything() -> None:
     assert kept == [(), ()]
 
 
-def test_memory_is_taken_at_once_and_does_not_grow() -> None:
+def test_memory_is_allocated_once() -> None:
     num_kept = 1000
     outputs = [step(number) for number in range(3 * num_kept)]
     ended = record()
@@ -223,7 +223,7 @@ def test_failed_step_is_logged_with_the_last_ones_before_it_once(caplog: pytest.
     assert [line.split(":")[0] for line in second[1:]] == ["-1.000000 s", "+0.000000 s"]
 
 
-def test_death_of_the_engine_logs_what_every_model_did_last(caplog: pytest.LogCaptureFixture) -> None:
+def test_engine_failure_logs_the_last_steps_of_every_model(caplog: pytest.LogCaptureFixture) -> None:
     recorder = recorder_of(MODELS, 100)
     recorder.step_done("one", step(1), 1.5)
     recorder.step_done("two", step(2), 2.5)

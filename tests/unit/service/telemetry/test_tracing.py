@@ -108,7 +108,7 @@ def test_peer_is_an_address_and_a_port(peer: str, address: dict[str, object]) ->
     assert {name: value for name, value in (span.attributes or {}).items() if name.startswith("network.")} == address
 
 
-async def test_export_that_takes_too_long_is_given_up_at_the_end() -> None:
+async def test_slow_export_is_aborted_at_the_end() -> None:
     given_up, is_over, is_quick = threading.Event(), threading.Event(), threading.Event()
 
     def export() -> None:
