@@ -46,6 +46,13 @@ def test_environment_that_the_sdk_cannot_use_is_refused_at_start(monkeypatch: py
         open_tracer(Telemetry.TRACES, "http://127.0.0.1:1")
 
 
+def exporting() -> tuple[TracerProvider, InMemorySpanExporter]:
+    exporter = InMemorySpanExporter()
+    tracers = TracerProvider(shutdown_on_exit=False)
+    tracers.add_span_processor(SimpleSpanProcessor(exporter))
+    return tracers, exporter
+
+
 def context(peer: str) -> SimpleNamespace:
     """A call's, as gRPC gives it."""
     return SimpleNamespace(invocation_metadata=lambda: None, peer=lambda: peer)
@@ -54,9 +61,7 @@ def context(peer: str) -> SimpleNamespace:
 def test_engines_times_are_put_on_the_wall_clock_by_the_offset_of_the_calls_begin(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    exporter = InMemorySpanExporter()
-    tracers = TracerProvider(shutdown_on_exit=False)
-    tracers.add_span_processor(SimpleSpanProcessor(exporter))
+    tracers, exporter = exporting()
     tracer = OtelTracer(tracers, NoOpMeterProvider())
     # The wall clock is set back by an hour while the call runs: the spans of the call stay together.
     walls = iter([5_000_000_000_000, 1_400_000_000_000])
@@ -100,9 +105,7 @@ def test_engines_times_are_put_on_the_wall_clock_by_the_offset_of_the_calls_begi
     ],
 )
 def test_peer_is_an_address_and_a_port(peer: str, address: dict[str, object]) -> None:
-    exporter = InMemorySpanExporter()
-    tracers = TracerProvider(shutdown_on_exit=False)
-    tracers.add_span_processor(SimpleSpanProcessor(exporter))
+    tracers, exporter = exporting()
     OtelTracer(tracers, NoOpMeterProvider()).call("s/M", context(peer), has_many=False).ended("OK", "")
     (span,) = exporter.get_finished_spans()
     assert {name: value for name, value in (span.attributes or {}).items() if name.startswith("network.")} == address
@@ -133,4 +136,4 @@ async def test_export_that_is_done_in_time_is_left_alone() -> None:
 def test_request_that_no_call_asked_for_is_not_traced() -> None:
     tracer = OtelTracer(NoOpTracerProvider(), NoOpMeterProvider())
     trace = contextvars.Context().run(tracer.request, "fake")
-    assert trace is NoTracer().request("fake")
+    assert isinstance(trace, NoTracer)
