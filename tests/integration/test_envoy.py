@@ -21,13 +21,10 @@ import grpc
 import pytest
 import pytest_asyncio
 from google.rpc import error_details_pb2
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from onward.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from onward.v1 import generation_pb2 as pb
-from onward.v1 import model_pb2
 from onward.v1.generation_pb2_grpc import GenerationServiceStub
-from onward.v1.model_pb2_grpc import ModelServiceStub
 from service.config import Admission
 from service.engine.batch import ScheduledBatch
 from service.repository.models import ModelState
@@ -110,26 +107,6 @@ async def test_tokens_come_through_one_by_one(balanced: Balanced) -> None:
         finally:
             # A server that waits for ever could not be stopped.
             steps.release(100)
-
-
-async def test_several_conversations_of_the_other_protocol_share_a_stream(balanced: Balanced) -> None:
-    call = GRPCInferenceServiceStub(balanced.channel).ModelStreamInfer()
-    for name in ("x", "y"):
-        await call.write(infer_request(request_id=name, max_tokens=4))
-    await call.done_writing()
-    texts: Counter[str] = Counter()
-    async for message in call:
-        texts[message.infer_response.id] += len(message.infer_response.raw_output_contents[0][4:])
-    assert texts == {"x": 4, "y": 4}
-
-
-async def test_health_and_models_are_those_of_some_server(balanced: Balanced) -> None:
-    health = health_pb2_grpc.HealthStub(balanced.channel)
-    for name in ("", MODEL):
-        checked = await health.Check(health_pb2.HealthCheckRequest(service=name))
-        assert checked.status == health_pb2.HealthCheckResponse.SERVING
-    described = await ModelServiceStub(balanced.channel).GetModel(model_pb2.GetModelRequest())
-    assert described.model == MODEL
 
 
 def generate(**fields: Any) -> Callable[[grpc.aio.Channel], Any]:

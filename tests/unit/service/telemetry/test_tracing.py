@@ -8,12 +8,13 @@ import sys
 import threading
 from types import SimpleNamespace
 
+import grpc
 import pytest
 from opentelemetry.metrics import NoOpMeterProvider
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.trace import NoOpTracerProvider
+from opentelemetry.trace import NoOpTracerProvider, StatusCode
 
 from service.config import Telemetry
 from service.engine.types import FinishReason, RequestTimings
@@ -92,6 +93,17 @@ def test_engines_times_are_put_on_the_wall_clock_by_the_offset_of_the_calls_begi
         "decode": (zero + second * 3, zero + second * 8),
         "s/M": (zero + second * 2 + 500, zero + second * 9),
     }
+
+
+def test_status_is_an_error_of_the_span_only_if_the_server_is_at_fault() -> None:
+    tracers, exporter = exporting()
+    for code in grpc.StatusCode:
+        OtelTracer(tracers, NoOpMeterProvider()).call("s/M", context(""), has_many=False).ended(code.name, "words")
+    spans = {dict(span.attributes or {})["rpc.response.status_code"]: span for span in exporter.get_finished_spans()}
+    failed = {code for code, span in spans.items() if span.status.status_code is StatusCode.ERROR}
+    at_fault = {"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"}
+    assert failed == at_fault, "as the semantic conventions for gRPC have it"
+    assert {code for code, span in spans.items() if "error.type" in (span.attributes or {})} == set(spans) - {"OK"}
 
 
 @pytest.mark.parametrize(
