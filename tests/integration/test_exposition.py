@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 
 import grpc
@@ -171,6 +171,17 @@ def test_connection_that_deserves_its_place_least_is_evicted_for_one_of_a(
 ) -> None:
     taken = {number: Connection(*each) for number, each in enumerate(connections)}
     assert least_deserving(taken, "a", NOW) == evicted
+
+
+def test_connection_is_refused_where_none_may_be_evicted(
+    registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exposition, "least_deserving", lambda *_: None)
+    with exposing(metrics_app(registry), "127.0.0.1", 0) as port, ExitStack() as stack:
+        for _ in range(exposition._MAX_CONNECTIONS):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60))
+        with closed(socket.create_connection(("127.0.0.1", port), timeout=60)):
+            pass
 
 
 def test_one_scrape_is_rendered_at_a_time(registry: CollectorRegistry) -> None:
