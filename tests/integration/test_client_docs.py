@@ -12,7 +12,6 @@ from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
 
-import pytest
 from google.protobuf import descriptor_pool, json_format, message_factory
 from google.protobuf.descriptor import MethodDescriptor
 from grpc_health.v1 import health_pb2
@@ -23,9 +22,6 @@ from tests.environment import ROOT, environment
 from tests.fakes import BOS, EOS, expected_tokens, spell
 from tests.identities import HOST, Identities
 from tests.servers import letter_tokenizer, running, served_model
-
-# gRPC's poller holds on to every event loop it has met: one for all.
-pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 PAGE = (ROOT / "docs" / "clients.md").read_text(encoding="utf-8")
 IN_THE_CLEAR, OVER_TLS = "127.0.0.1:8001", "onward.example:8443"

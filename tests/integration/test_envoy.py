@@ -52,9 +52,6 @@ from tests.servers import (
     tokens_of,
 )
 
-# gRPC's poller holds on to every event loop it has met: one for all.
-pytestmark = pytest.mark.asyncio(loop_scope="session")
-
 Code = grpc.StatusCode
 
 

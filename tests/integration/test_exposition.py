@@ -296,7 +296,6 @@ GARBAGE: dict[str, Callable[[int], pb.GenerateRequest]] = {
 }
 
 
-@pytest.mark.asyncio(loop_scope="session")
 async def test_clients_cannot_make_series() -> None:
     async with running() as server:
 

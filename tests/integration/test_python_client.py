@@ -57,9 +57,6 @@ from tests.servers import (
     served_model,
 )
 
-# gRPC's poller holds on to every event loop it has met: one for all.
-pytestmark = pytest.mark.asyncio(loop_scope="session")
-
 # Quick ones, so that tests need not wait.
 QUICK = RetryPolicy(initial_backoff_seconds=0.001, max_backoff_seconds=0.01)
 LONG = served_model(context=1 << 16)

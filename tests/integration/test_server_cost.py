@@ -33,9 +33,6 @@ from tests.servers import (
     stream_request,
 )
 
-# gRPC's poller holds on to every event loop it has met: one for all.
-pytestmark = pytest.mark.asyncio(loop_scope="session")
-
 COST = pb.ResponseOptions(cost=True)
 COUNTS = ("attended_pairs", "padded_pairs", "linear_flops", "attention_flops", "kv_byte_steps")
 

@@ -44,8 +44,6 @@ from tests.servers import (
     tokens_of,
 )
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
-
 HOUR = 3600.0
 MINUTE = 60.0
 

@@ -39,9 +39,6 @@ from tests.servers import (
     tokens_of,
 )
 
-# gRPC's poller holds on to every event loop it has met: one for all.
-pytestmark = pytest.mark.asyncio(loop_scope="session")
-
 LAYERS, ENCODER_LAYERS, HEADS = 2, 1, 2
 ENCODER, DECODER, CROSS = pb.ATTENTION_KIND_ENCODER, pb.ATTENTION_KIND_DECODER, pb.ATTENTION_KIND_CROSS
 FAMILIES = pytest.mark.parametrize("encoder_decoder", [False, True], ids=["decoder-only", "encoder-decoder"])

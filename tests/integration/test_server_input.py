@@ -15,10 +15,6 @@ from onward.v1 import generation_pb2 as pb
 from tests.fakes import FakeRunner
 from tests.servers import SLOTS, Running, generate_request, rich_details, running, served_model, status_of
 
-# gRPC's poller holds on to every event loop it has met: one for all.
-pytestmark = pytest.mark.asyncio(loop_scope="session")
-
-
 INVALID, TOO_LONG = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE
 
 

@@ -37,9 +37,6 @@ from tests.servers import (
     tokens_of,
 )
 
-# gRPC's poller holds on to every event loop it has met: one for all.
-pytestmark = pytest.mark.asyncio(loop_scope="session")
-
 GENERATE = b"/onward.v1.GenerationService/Generate"
 
 

@@ -29,9 +29,6 @@ from tests.servers import (
     status_of,
 )
 
-# gRPC's poller holds on to every event loop it has met: one for all.
-pytestmark = pytest.mark.asyncio(loop_scope="session")
-
 END, LENGTH = FinishReason.END_OF_SEQUENCE, FinishReason.LENGTH
 # Three outputs of unlike lengths, which end in another order than they began in.
 TEXTS = ("abcd", "e", "fg")

@@ -42,9 +42,6 @@ from tests.servers import (
     stream_request,
 )
 
-# gRPC's poller holds on to every event loop it has met: one for all.
-pytestmark = pytest.mark.asyncio(loop_scope="session")
-
 KEY = "an-api-key"
 
 

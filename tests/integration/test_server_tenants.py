@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import pytest
 from google.rpc import error_details_pb2
 
 from onward.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub
@@ -29,9 +28,6 @@ from tests.servers import (
     stream_request,
     tokens_of,
 )
-
-# gRPC's poller holds on to every event loop it has met: one for all.
-pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 PLACES = SLOTS + CONFIG.max_queue_size
 EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED

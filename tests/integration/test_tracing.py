@@ -43,9 +43,6 @@ from tests.servers import (
     status_of,
 )
 
-# gRPC's poller holds on to every event loop it has met: one for all.
-pytestmark = pytest.mark.asyncio(loop_scope="session")
-
 GENERATE = "onward.v1.GenerationService/Generate"
 STREAM = "onward.v1.GenerationService/GenerateStream"
 TRACE_ID, PARENT_ID = 0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331
