@@ -15,11 +15,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from onward.inference import open_inference_pb2
-from onward.v1 import generation_pb2 as pb
 from onward.v1 import model_pb2
 from onward.v1.generation_pb2_grpc import GenerationServiceStub
-from service.access import Permission
 from service.app import serve
 from service.commands.ask import ask
 from service.commands.ask import health as probe
@@ -29,6 +26,7 @@ from service.transport.health import LIST
 from service.transport.permissions import PERMISSIONS
 from service.transport.server import SERVICES, GrpcServer
 from service.transport.tls import TlsFiles, server_credentials
+from tests.contracts import MANAGING, METHODS
 from tests.fakes import FakeRunner, Gate
 from tests.identities import HOST, Authority, key_table
 from tests.servers import (
@@ -238,16 +236,10 @@ async def test_a_keys_calls_at_once_are_bounded_and_a_cancelled_one_frees_its_pl
 
 
 async def test_every_method_of_ours_has_a_permission() -> None:
-    methods = {
-        method.name
-        for file in (pb.DESCRIPTOR, model_pb2.DESCRIPTOR, open_inference_pb2.DESCRIPTOR)
-        for service in file.services_by_name.values()
-        for method in service.methods
-    }
-    assert set(PERMISSIONS) == {*methods, LIST.rpartition("/")[2]}
+    assert set(PERMISSIONS) == {method.name for method in METHODS.values()} | {LIST.rpartition("/")[2]}
     changing = {"VerifyParity", "LoadModel", "UnloadModel", "ReloadModel"}
     changing |= {"RepositoryModelLoad", "RepositoryModelUnload"}
-    assert {name for name, permission in PERMISSIONS.items() if permission is Permission.MANAGE} == changing
+    assert {path.rpartition("/")[2] for path in MANAGING} == changing
 
 
 BEYOND = "0.0.0.0"
@@ -263,18 +255,12 @@ def beyond(monkeypatch: pytest.MonkeyPatch) -> None:
 async def managed(channel: grpc.aio.Channel, metadata: Any = ()) -> dict[str, grpc.aio.AioRpcError | None]:
     """How each method that manages models ends with an empty request; None is without an error."""
     found: dict[str, grpc.aio.AioRpcError | None] = {}
-    for file in (model_pb2.DESCRIPTOR, open_inference_pb2.DESCRIPTOR):
-        for service in file.services_by_name.values():
-            for method in service.methods:
-                if PERMISSIONS[method.name] is Permission.MANAGE:
-                    call = channel.unary_unary(f"/{service.full_name}/{method.name}")
-                    try:
-                        await call(b"", metadata=metadata)
-                    except grpc.aio.AioRpcError as error:
-                        found[method.name] = error
-                    else:
-                        found[method.name] = None
-    assert len(found) == 6
+    for path in MANAGING:
+        found[METHODS[path].name] = None
+        try:
+            await channel.unary_unary(f"/{path}")(b"", metadata=metadata)
+        except grpc.aio.AioRpcError as error:
+            found[METHODS[path].name] = error
     return found
 
 

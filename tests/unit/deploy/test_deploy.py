@@ -22,13 +22,12 @@ from benchmarks import capacity_plan
 from benchmarks.envoy import CONFIG as ENVOY
 from benchmarks.envoy import configure
 from model.training.presets import PRESETS
-from onward.inference import open_inference_pb2
-from onward.v1 import generation_pb2, model_pb2
-from service.access import KeyAccess, Permission
+from service.access import KeyAccess
 from service.config import RequestLimits, ServeConfig, options, parse, variable
 from service.errors import Unauthenticated
 from service.routing import ROUTING_KEY
 from service.transport.permissions import PERMISSIONS
+from tests.contracts import MANAGING, METHODS
 from tests.environment import ROOT
 
 CONTAINER = ROOT / "deploy" / "container"
@@ -329,19 +328,13 @@ def test_gateway_routes_no_call_for_one_server() -> None:
     wholly = {match["service"] for match in matches if "method" not in match}
     singly = {(match["service"], match["method"]) for match in matches if "method" in match}
     assert not wholly & {service for service, _ in singly}
-    routed = {
-        method.name: service.full_name in wholly or (service.full_name, method.name) in singly
-        for file in (generation_pb2.DESCRIPTOR, model_pb2.DESCRIPTOR, open_inference_pb2.DESCRIPTOR)
-        for service in file.services_by_name.values()
-        for method in service.methods
-    }
-    assert {name for name, is_passed_on in routed.items() if not is_passed_on} == {
-        name for name, permission in PERMISSIONS.items() if permission is Permission.MANAGE
-    }
+    singly_paths = {f"{service}/{method}" for service, method in singly}
+    routed = {path for path in METHODS if path in singly_paths or path.partition("/")[0] in wholly}
+    assert METHODS.keys() - routed == MANAGING
     assert {"grpc.health.v1.Health", reflection.SERVICE_NAME} <= wholly
     # No name is misspelt: each is a method of ours, or all of a service.
     assert len(singly) + len(wholly) == len(matches)
-    assert {method for _, method in singly} <= {name for name, is_passed_on in routed.items() if is_passed_on}
+    assert singly_paths <= routed
 
 
 def test_gateway_leads_to_the_pods_and_listens_where_clients_look() -> None:
@@ -409,15 +402,8 @@ def test_envoy_routes_no_call_for_one_server() -> None:
     assert [route["direct_response"]["status"] for route in kept_back] == [403, 403]
     assert all(route["match"]["prefix"] == "/" for route in passed_on)
     patterns = [re.compile(route["match"]["safe_regex"]["regex"]) for route in kept_back]
-    refused = {
-        method.name: any(pattern.fullmatch(f"/{service.full_name}/{method.name}") for pattern in patterns)
-        for file in (generation_pb2.DESCRIPTOR, model_pb2.DESCRIPTOR, open_inference_pb2.DESCRIPTOR)
-        for service in file.services_by_name.values()
-        for method in service.methods
-    }
-    assert set(refused) == set(PERMISSIONS) - {"List"}, "`List` is of health"
-    kept = {name for name, is_kept in refused.items() if is_kept}
-    assert kept == {name for name, permission in PERMISSIONS.items() if permission is Permission.MANAGE}
+    refused = {path for path in METHODS if any(pattern.fullmatch(f"/{path}") for pattern in patterns)}
+    assert refused == MANAGING
 
 
 def test_envoys_two_ways_to_choose_a_server_differ_in_nothing_else() -> None:
