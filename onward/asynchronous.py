@@ -12,10 +12,11 @@ import grpc.aio
 
 import onward.requests as requests  # not `from onward`, which would import all of `onward.client`
 from onward.answers import Chunk
-from onward.calls import StreamTries, Tries
 from onward.errors import call_error
 from onward.methods import Call, Methods
 from onward.requests import GenerateOptions, Prompt
+from onward.retries import Attempts
+from onward.streams import StreamState
 from onward.v1 import generation_pb2 as pb
 
 if TYPE_CHECKING:
@@ -48,17 +49,17 @@ class AsyncClient(Methods):
         return self._connection.aio_channel(*self._retries.channel_options)
 
     async def _run(self, call: Call[_Result]) -> _Result:
-        tries = self._begin(call.options, is_repeatable=call.is_repeatable)
+        attempts = self._begin(call.options, is_repeatable=call.is_repeatable)
         while True:
             try:
-                timeout = tries.next_timeout(call.request)
-                return call.read(await call.method(call.request, timeout=timeout, metadata=tries.metadata))
+                timeout = requests.carry_deadline(call.request, attempts.left_seconds)
+                return call.read(await call.method(call.request, timeout=timeout, metadata=attempts.metadata))
             except grpc.RpcError as error:
-                pause = tries.attempts.pause_seconds(call_error(error, requests.request_id(call.request)))
+                pause = attempts.pause_seconds(call_error(error, requests.request_id(call.request)))
             await asyncio.sleep(pause)
 
 
-class AsyncStream(StreamTries, AsyncIterator[Chunk]):
+class AsyncStream(StreamState, AsyncIterator[Chunk]):
     """A generation in progress: an asynchronous iterator of chunks, with the attributes of `StreamFacts`.
 
     Leaving its `async with` block, `aclose`, cancelling the task that reads it, or dropping the last reference to it
@@ -74,9 +75,9 @@ class AsyncStream(StreamTries, AsyncIterator[Chunk]):
         self,
         method: grpc.aio.UnaryStreamMultiCallable[pb.GenerateStreamRequest, pb.GenerateStreamResponse],
         request: pb.GenerateStreamRequest,
-        tries: Tries,
+        attempts: Attempts,
     ) -> None:
-        super().__init__(request, tries)
+        super().__init__(request, attempts)
         self._method = method
         self._call: grpc.aio.UnaryStreamCall[pb.GenerateStreamRequest, pb.GenerateStreamResponse] | None = None
 
@@ -111,8 +112,8 @@ class AsyncStream(StreamTries, AsyncIterator[Chunk]):
         while not self._was_closed():
             try:
                 if self._call is None:
-                    timeout = self._tries.next_timeout(self._request)
-                    self._call = self._method(self._request, timeout=timeout, metadata=self._tries.metadata)
+                    timeout = requests.carry_deadline(self._request, self._attempts.left_seconds)
+                    self._call = self._method(self._request, timeout=timeout, metadata=self._attempts.metadata)
                 # Not through the call's iterator: their reference cycle would keep a dropped stream alive.
                 event = await self._call.read()
                 return event if isinstance(event, pb.GenerateStreamResponse) else None

@@ -11,10 +11,11 @@ import grpc
 
 import onward.requests as requests  # not `from onward`, which would import all of `onward.client`
 from onward.answers import Chunk
-from onward.calls import StreamTries, Tries
 from onward.errors import call_error
 from onward.methods import Call, Methods
 from onward.requests import GenerateOptions, Prompt
+from onward.retries import Attempts
+from onward.streams import StreamState
 from onward.v1 import generation_pb2 as pb
 
 _Result = TypeVar("_Result")
@@ -43,13 +44,13 @@ class Client(Methods):
         return self._connection.channel(*self._retries.channel_options)
 
     def _run(self, call: Call[_Result]) -> _Result:
-        tries = self._begin(call.options, is_repeatable=call.is_repeatable)
+        attempts = self._begin(call.options, is_repeatable=call.is_repeatable)
         while True:
             try:
-                timeout = tries.next_timeout(call.request)
-                return call.read(call.method(call.request, timeout=timeout, metadata=tries.metadata))
+                timeout = requests.carry_deadline(call.request, attempts.left_seconds)
+                return call.read(call.method(call.request, timeout=timeout, metadata=attempts.metadata))
             except grpc.RpcError as error:
-                pause = tries.attempts.pause_seconds(call_error(error, requests.request_id(call.request)))
+                pause = attempts.pause_seconds(call_error(error, requests.request_id(call.request)))
             time.sleep(pause)
 
 
@@ -57,7 +58,7 @@ class _Cancellable(Protocol):
     def cancel(self) -> bool: ...
 
 
-class Stream(StreamTries, Iterator[Chunk]):
+class Stream(StreamState, Iterator[Chunk]):
     """A generation in progress: an iterator of chunks, with the attributes of `StreamFacts`.
 
     Leaving its `with` block, `close`, or dropping the last reference to it (as leaving a `for` loop over an unnamed
@@ -72,9 +73,9 @@ class Stream(StreamTries, Iterator[Chunk]):
         self,
         method: grpc.UnaryStreamMultiCallable[pb.GenerateStreamRequest, pb.GenerateStreamResponse],
         request: pb.GenerateStreamRequest,
-        tries: Tries,
+        attempts: Attempts,
     ) -> None:
-        super().__init__(request, tries)
+        super().__init__(request, attempts)
         self._method = method
         self._call: _Cancellable | None = None
         self._events: Iterator[pb.GenerateStreamResponse] = iter(())
@@ -110,8 +111,8 @@ class Stream(StreamTries, Iterator[Chunk]):
         while not self._was_closed():
             try:
                 if self._call is None:
-                    timeout = self._tries.next_timeout(self._request)
-                    call = self._method(self._request, timeout=timeout, metadata=self._tries.metadata)
+                    timeout = requests.carry_deadline(self._request, self._attempts.left_seconds)
+                    call = self._method(self._request, timeout=timeout, metadata=self._attempts.metadata)
                     self._call, self._events = call, iter(call)
                 return next(self._events, None)
             except grpc.RpcError as error:

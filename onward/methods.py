@@ -16,7 +16,6 @@ from google.protobuf.message import Message
 
 import onward.requests as requests  # not `from onward`, which would import all of `onward.client`
 from onward.answers import Generation, generation
-from onward.calls import Tries
 from onward.connection import Connection
 from onward.requests import CallOptions, GenerateOptions, Prompt, Target
 from onward.retries import DEFAULT_RETRIES, Attempts, RetryPolicy
@@ -132,7 +131,7 @@ class Methods:
     def _run(self, call: Call[Any]) -> Any:
         raise NotImplementedError
 
-    def _begin(self, options: CallOptions, *, is_repeatable: bool = True) -> Tries:
+    def _begin(self, options: CallOptions, *, is_repeatable: bool = True) -> Attempts:
         """The attempts of a call whose deadline counts from now.
 
         Raises:
@@ -144,7 +143,7 @@ class Methods:
         if "tracestate" in options:
             metadata += (("tracestate", options["tracestate"]),)
         timeout = options.get("timeout_seconds", self._timeout_seconds)
-        return Tries(Attempts(self._retries, timeout, is_repeatable=is_repeatable), metadata)
+        return Attempts(self._retries, timeout, is_repeatable=is_repeatable, metadata=metadata)
 
     @_method
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Call[Generation]:

@@ -109,10 +109,11 @@ def score(prompt: Target, target: Target | None, model: str) -> pb.ScoreRequest:
     return pb.ScoreRequest(model=model, **prompt_and_target(prompt, target))
 
 
-def carry_deadline(request: Message, seconds: float | None) -> None:
-    """Writes the deadline into a generation's request, for proxies that hide the call's own deadline."""
+def carry_deadline(request: Message, seconds: float | None) -> float | None:
+    """Writes the deadline into a generation's request, for proxies that hide the call's own; returns the seconds."""
     if seconds is not None and isinstance(request, pb.GenerateRequest | pb.GenerateStreamRequest):
         request.timeout_seconds = seconds
+    return seconds
 
 
 def request_id(request: Message) -> str | None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from onward.connection import ChannelOption
+from onward.connection import ChannelOption, Metadata
 from onward.errors import CallError, ResourceExhausted, Unavailable
 
 
@@ -74,6 +74,7 @@ class Attempts:
         policy: their number and pauses.
         timeout_seconds: of all attempts together, from now; None for no deadline.
         is_repeatable: whether the call may be retried when it is unknown how far it came.
+        metadata: of every attempt.
         clock: monotonic seconds.
         draw: returns numbers from 0 to 1.
 
@@ -87,11 +88,13 @@ class Attempts:
         timeout_seconds: float | None,
         *,
         is_repeatable: bool = True,
+        metadata: Metadata = (),
         clock: Callable[[], float] = time.monotonic,
         draw: Callable[[], float] = random.random,
     ) -> None:
         if timeout_seconds is not None and not 0 < timeout_seconds < math.inf:
             raise ValueError(f"timeout_seconds: must be finite and above 0, or None, got {timeout_seconds}")
+        self.metadata = metadata
         self._policy = policy
         self._deadline = None if timeout_seconds is None else clock() + timeout_seconds
         self._is_repeatable = is_repeatable

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,7 +34,7 @@ EVENTS = (
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """One try of a client."""
+    """One attempt of a client."""
 
     request: Message
     metadata: dict[str, Any]
@@ -42,9 +42,20 @@ class Heard:
     at: float
 
 
+def answering(make: Callable[[Any], Message]) -> Any:
+    """A unary method that answers once nothing is left to refuse."""
+
+    async def method(self: Refusing, request: Message, context: Any) -> Message:
+        self._hear(request, context)
+        await self._refuse(context)
+        return make(request)
+
+    return method
+
+
 @dataclass(slots=True)
 class Refusing(GenerationServiceServicer, ModelServiceServicer):
-    """Refuses once for each of `refusals`, a stream after its first `num_events`; every call is in `heard`."""
+    """Refuses as often as there are `refusals`, a stream after its first `num_events`. `heard` has every attempt."""
 
     refusals: deque[RequestError]
     num_events: int = 0
@@ -52,13 +63,21 @@ class Refusing(GenerationServiceServicer, ModelServiceServicer):
     heard: list[Heard] = field(default_factory=list)
     target: str = ""
 
-    async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:  # noqa: N802
-        self._hear(request, context)
-        await self._refuse(context)
-        output = pb.GenerationOutput(text="done", token_ids=[1, 2], finish_reason=pb.FINISH_REASON_LENGTH)
-        return pb.GenerateResponse(
-            outputs=[output], request_id=request.request_id or "drawn", model="m", usage=pb.Usage(generated_tokens=2)
+    Generate = answering(
+        lambda request: pb.GenerateResponse(
+            outputs=[pb.GenerationOutput(text="done", token_ids=[1, 2], finish_reason=pb.FINISH_REASON_LENGTH)],
+            request_id=request.request_id or "drawn",
+            model="m",
+            usage=pb.Usage(generated_tokens=2),
         )
+    )
+    ListModels = answering(
+        lambda _: model_pb2.ListModelsResponse(models=[model_pb2.ListModelsResponse.Model(name="m")])
+    )
+    VerifyParity = answering(lambda _: model_pb2.VerifyParityResponse())
+    LoadModel = answering(lambda _: model_pb2.LoadModelResponse())
+    UnloadModel = answering(lambda _: model_pb2.UnloadModelResponse())
+    ReloadModel = answering(lambda _: model_pb2.ReloadModelResponse())
 
     async def GenerateStream(self, request: pb.GenerateStreamRequest, context: Any) -> AsyncIterator[Any]:  # noqa: N802
         self._hear(request, context)
@@ -69,31 +88,6 @@ class Refusing(GenerationServiceServicer, ModelServiceServicer):
             await self._refuse(context)
         for event in events:
             yield event
-
-    async def ListModels(self, request: Message, context: Any) -> model_pb2.ListModelsResponse:  # noqa: N802
-        self._hear(request, context)
-        await self._refuse(context)
-        return model_pb2.ListModelsResponse(models=[model_pb2.ListModelsResponse.Model(name="m")])
-
-    async def VerifyParity(self, request: Message, context: Any) -> model_pb2.VerifyParityResponse:  # noqa: N802
-        self._hear(request, context)
-        await self._refuse(context)
-        return model_pb2.VerifyParityResponse()
-
-    async def LoadModel(self, request: Message, context: Any) -> model_pb2.LoadModelResponse:  # noqa: N802
-        self._hear(request, context)
-        await self._refuse(context)
-        return model_pb2.LoadModelResponse()
-
-    async def UnloadModel(self, request: Message, context: Any) -> model_pb2.UnloadModelResponse:  # noqa: N802
-        self._hear(request, context)
-        await self._refuse(context)
-        return model_pb2.UnloadModelResponse()
-
-    async def ReloadModel(self, request: Message, context: Any) -> model_pb2.ReloadModelResponse:  # noqa: N802
-        self._hear(request, context)
-        await self._refuse(context)
-        return model_pb2.ReloadModelResponse()
 
     def _hear(self, request: Message, context: Any) -> None:
         metadata = dict(context.invocation_metadata() or ())

@@ -2,15 +2,14 @@
 
     python -m tests.stress [--only suite | core | NAME ...]
 
-No test may depend on the clock's value, the load of the machine, the order of tests or a draw. Each pass runs in a
-random order whose seed is printed. The journal `build/stress/journal.jsonl` holds what has passed or failed on this
-tree, so an interrupted run resumes; another commit or another edit begins anew. Failed passes run again.
+No test may depend on the clock, the load of the machine, the order of tests or a random draw. Each pass runs in a
+random order whose seed is printed. Outcomes are kept below `build/stress`, in a folder named by the tree's hash: an
+interrupted run resumes, and repeats the failed passes.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import random
@@ -23,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).resolve().parents[1]
 CLOCK = ROOT / "tests" / "clock_shift"
@@ -38,13 +37,13 @@ class Pass:
     """One run of pytest.
 
     Args:
-        name: in the journal and on the command line.
+        name: on the command line.
         tests: paths; none for the whole suite.
-        options: of pytest. A test that is skipped for want of a program has not passed.
-        shift_seconds: added to `time.monotonic` in pytest and in all Python processes that it starts.
-        hash_seed: decides the order of sets of strings.
-        num_busy: processes that compute beside it all the while, on the same processors.
-        num_cores: processors for the tests and the busy processes together.
+        options: of pytest; by default a test that is skipped because a program is missing fails.
+        shift_seconds: added to `time.monotonic` in pytest and all Python processes that it starts.
+        hash_seed: of Python's string hashes.
+        num_busy: busy processes beside it, on the same processors.
+        num_cores: processors of the tests and the busy processes together.
     """
 
     name: str
@@ -57,19 +56,19 @@ class Pass:
 
     @property
     def setting(self) -> str:
-        """What is special about it, in words."""
+        """A description."""
         words = [f"clock +{self.shift_seconds:,.1f} s", f"hash seed {self.hash_seed}", f"{self.num_cores} cores"]
         return ", ".join(words + [f"{self.num_busy} busy beside"] * bool(self.num_busy))
 
     def command(self, seed: int) -> list[str]:
         """The command line of pytest; `seed` decides the order of the tests."""
         words = [sys.executable, "-m", "pytest", f"--randomly-seed={seed}", "--tb=short", "-p", "no:cacheprovider"]
-        # By default xdist would have files with many tests go first.
+        # By default xdist runs files with many tests first.
         words += ["--numprocesses", str(self.num_cores), "--dist", "loadfile", "--no-loadscope-reorder"]
         return [*words, *self.options, *self.tests]
 
     def environment(self) -> dict[str, str]:
-        """The variables that differ from this process'."""
+        """Variables to add to this process' own."""
         paths = [str(CLOCK), *filter(None, [os.environ.get("PYTHONPATH")])]
         return {
             "PYTHONPATH": os.pathsep.join(paths),
@@ -83,7 +82,7 @@ WHOLE = (
     Pass(name="suite-4", num_busy=2),
     Pass(name="suite-5", hash_seed=5),
 )
-# All combinations of three clocks and three machines: two idle cores, two cores with a busy process, one busy core.
+# All combinations of three clocks and three machines: two idle cores, two with a busy process, one with a busy process.
 TWENTY = tuple(
     Pass(
         name=f"core-{number + 1}",
@@ -112,62 +111,34 @@ class Outcome:
 
     @property
     def passed(self) -> bool:
-        """Whether every test did, and there were tests."""
+        """Whether there were tests and every one passed."""
         return self.status == 0 and not self.failures and self.counts.get("passed", 0) > 0
 
 
-class Journal:
-    """Outcomes by the name of their pass, one JSON object a line, below a line that names the tree they are of."""
-
-    def __init__(self, path: Path, tree: str) -> None:
-        self._path = path
-        self._head = {"tree": tree}
-
-    def read(self) -> dict[str, Outcome]:
-        """The last outcome of each pass; nothing where the journal is another tree's. A torn line is skipped."""
-        lines = self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else []
-        found = [value for value in map(_parsed, lines) if value is not None]
-        if not found or found[0] != self._head:
-            return {}
-        outcomes = [Outcome(**{**each, "failures": tuple(each["failures"])}) for each in found[1:]]
-        return {outcome.name: outcome for outcome in outcomes}
-
-    def append(self, outcome: Outcome) -> None:
-        """Adds an outcome; begins anew where the journal is another tree's."""
-        known = self.read()
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("a" if known else "w", encoding="utf-8") as file:
-            # A line that was torn by a full disk or a kill ends here.
-            file.write("\n" if known else json.dumps(self._head) + "\n")
-            file.write(json.dumps(asdict(outcome)) + "\n")
-
-
-def _parsed(line: str) -> Any:
+def recorded(path: Path) -> Outcome | None:
+    """The outcome in a file; None if there is none, or a torn one."""
     try:
-        return json.loads(line)
-    except ValueError:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return None
+    return Outcome(**{**found, "failures": tuple(found["failures"])})
 
 
 def tree_of(root: Path) -> str:
-    """The commit, what differs from it, and files that git does not know and does not ignore, as one hash."""
-
-    def git(*words: str) -> bytes:
-        return subprocess.run(["git", "-C", str(root), *words], check=True, capture_output=True).stdout
-
-    whole = hashlib.sha256(git("rev-parse", "HEAD") + git("diff", "HEAD", "--binary"))
-    for name in sorted(git("ls-files", "--others", "--exclude-standard", "-z").split(b"\0")):
-        path = root / os.fsdecode(name)
-        whole.update(name + (path.read_bytes() if name and path.is_file() else b""))
-    return whole.hexdigest()
+    """The hash of all files of the working tree that git does not ignore."""
+    with TemporaryDirectory() as folder:
+        environment = {**os.environ, "GIT_INDEX_FILE": f"{folder}/index"}
+        for words in (["add", "--all"], ["write-tree"]):
+            done = subprocess.run(["git", "-C", str(root), *words], env=environment, check=True, capture_output=True)
+    return done.stdout.decode().strip()
 
 
 @contextmanager
 def on_cores(count: int) -> Iterator[None]:
-    """Keeps this process, and those that it starts, to so many of its processors.
+    """Limits this process, and those that it starts, to `count` processors.
 
     Raises:
-        SystemExit: when there are not so many.
+        SystemExit: there are fewer.
     """
     before = os.sched_getaffinity(0)
     if len(before) < count:
@@ -181,7 +152,7 @@ def on_cores(count: int) -> Iterator[None]:
 
 @contextmanager
 def busy(count: int) -> Iterator[None]:
-    """Has so many processes compute while the block runs, and this process lives."""
+    """Runs `count` busy processes inside the block, at most as long as this process lives."""
     program = f"import os\nwhile os.getppid() == {os.getpid()}: pass"
     with ExitStack() as stack:
         for _ in range(count):
@@ -191,12 +162,12 @@ def busy(count: int) -> Iterator[None]:
 
 
 def check_clock(one: Pass, environment: dict[str, str]) -> None:
-    """Makes sure that a Python process has the shifted clock.
+    """Checks that a Python process has the shifted clock.
 
     Raises:
-        SystemExit: when it has another.
+        SystemExit: it has not.
     """
-    # The real one, whatever this process' own may be.
+    # The real clock; this process' own may be shifted.
     before = time.clock_gettime(time.CLOCK_MONOTONIC)
     child = subprocess.run(
         [sys.executable, "-c", "import time; print(time.monotonic())"], env=environment, check=True, capture_output=True
@@ -208,7 +179,7 @@ def check_clock(one: Pass, environment: dict[str, str]) -> None:
 
 
 def run(one: Pass, seed: int, log: Path) -> Outcome:
-    """Runs a pass; all that pytest says goes to the log."""
+    """Runs a pass; pytest's output goes to the log."""
     environment = {**os.environ, **one.environment()}
     command, began = one.command(seed), time.monotonic()
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -230,7 +201,7 @@ def run(one: Pass, seed: int, log: Path) -> Outcome:
 
 
 def report(one: Pass, outcome: Outcome) -> str:
-    """A line on an outcome, and below it what a failure needs to be repeated."""
+    """A line per outcome; below a failure the tests and the command that repeats it."""
     counts = ", ".join(f"{count} {word}" for word, count in outcome.counts.items())
     head = (
         f"{'passed' if outcome.passed else 'FAILED'}  {one.name:<9} {outcome.seconds:6.0f} s  {counts}  ({one.setting})"
@@ -250,21 +221,24 @@ def main(arguments: Sequence[str] | None = None, folder: Path = ROOT / "build" /
     only = parser.parse_args(arguments).only
     passes = [one for name, group in GROUPS.items() for one in group if name in only or one.name in only]
     tree = tree_of(ROOT)
-    journal = Journal(folder / "journal.jsonl", tree)
-    known = journal.read()
+    folder /= tree
+    outcomes: list[Outcome] = []
     for number, one in enumerate(passes, 1):
-        if one.name in known and known[one.name].passed:
-            continue
-        seed = random.SystemRandom().getrandbits(32)
-        print(f"[{number}/{len(passes)}] {one.name}: {one.setting}, order {seed}", file=sys.stderr, flush=True)
-        known[one.name] = run(one, seed, folder / f"{one.name}.log")
-        if tree_of(ROOT) != tree:
-            raise SystemExit(f"the tree changed during {one.name}: its outcome is of no tree")
-        journal.append(known[one.name])
-        print(report(one, known[one.name]), file=sys.stderr, flush=True)
-    for one in passes:
-        print(report(one, known[one.name]))
-    return 0 if all(known[one.name].passed for one in passes) else 1
+        kept = folder / f"{one.name}.json"
+        outcome = recorded(kept)
+        if outcome is None or not outcome.passed:
+            seed = random.SystemRandom().getrandbits(32)
+            print(f"[{number}/{len(passes)}] {one.name}: {one.setting}, order {seed}", file=sys.stderr, flush=True)
+            outcome = run(one, seed, folder / f"{one.name}.log")
+            if tree_of(ROOT) != tree:
+                raise SystemExit(f"the tree changed during {one.name}: its outcome is of no tree")
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            kept.write_text(json.dumps(asdict(outcome)), encoding="utf-8")
+            print(report(one, outcome), file=sys.stderr, flush=True)
+        outcomes.append(outcome)
+    for one, outcome in zip(passes, outcomes, strict=True):
+        print(report(one, outcome))
+    return 0 if all(outcome.passed for outcome in outcomes) else 1
 
 
 if __name__ == "__main__":

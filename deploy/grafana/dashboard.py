@@ -70,7 +70,7 @@ class Panel:
 def _of(metric: str, *more: str) -> str:
     """The series of the selected models and servers."""
     matchers = ", ".join(('model_name=~"$model"', 'instance=~"$instance"', *more))
-    return f"{metric}{{{matchers}}}"
+    return f"onward_{metric}{{{matchers}}}"
 
 
 def _rate(metric: str, *more: str) -> str:
@@ -103,7 +103,7 @@ def _quantiles(histogram: str, shares: Sequence[float] = (0.5, 0.9, 0.99)) -> di
 
 
 def _within(histogram: str) -> str:
-    return f'model_le:{histogram}:within_ratio_rate5m{{model_name=~"$model"}}'
+    return f'model_le:onward_{histogram}:within_ratio_rate5m{{model_name=~"$model"}}'
 
 
 ROWS: Mapping[str, Sequence[Panel]] = {
@@ -112,7 +112,7 @@ ROWS: Mapping[str, Sequence[Panel]] = {
             "Requests that ended",
             "reqps",
             "By how they ended, refusals included.",
-            {"{{finish_reason}}": f"{_sum('onward_requests_total', by='finish_reason')} > 0"},
+            {"{{finish_reason}}": f"{_sum('requests_total', by='finish_reason')} > 0"},
             is_stacked=True,
         ),
         Panel(
@@ -120,8 +120,8 @@ ROWS: Mapping[str, Sequence[Panel]] = {
             NUMBER,
             "A queue that never empties means a server that is too small.",
             {
-                "{{model_name}} running": _gauge("sum", "onward_num_requests_running"),
-                "{{model_name}} waiting": _gauge("sum", "onward_num_requests_waiting"),
+                "{{model_name}} running": _gauge("sum", "num_requests_running"),
+                "{{model_name}} waiting": _gauge("sum", "num_requests_waiting"),
             },
         ),
         Panel(
@@ -129,8 +129,8 @@ ROWS: Mapping[str, Sequence[Panel]] = {
             NUMBER,
             "Prompt tokens, computed or cached, count when their request gets its first token.",
             {
-                "{{model_name}} generated": _sum("onward_generation_tokens_total"),
-                "{{model_name}} prompt": _sum("onward_prompt_tokens_total"),
+                "{{model_name}} generated": _sum("generation_tokens_total"),
+                "{{model_name}} prompt": _sum("prompt_tokens_total"),
             },
         ),
         Panel(
@@ -148,9 +148,9 @@ ROWS: Mapping[str, Sequence[Panel]] = {
             RATIO,
             "Exact shares over five minutes, for servers with objectives (`--slo-…`).",
             {
-                "{{model_name}} first token, {{le}} s": _within("onward_time_to_first_token_seconds"),
-                "{{model_name}} between tokens, {{le}} s": _within("onward_inter_token_latency_seconds"),
-                "{{model_name}} request, {{le}} s": _within("onward_e2e_request_latency_seconds"),
+                "{{model_name}} first token, {{le}} s": _within("time_to_first_token_seconds"),
+                "{{model_name}} between tokens, {{le}} s": _within("inter_token_latency_seconds"),
+                "{{model_name}} request, {{le}} s": _within("e2e_request_latency_seconds"),
             },
         ),
         Panel(
@@ -164,31 +164,31 @@ ROWS: Mapping[str, Sequence[Panel]] = {
         Panel(
             "Time to first token",
             SECONDS,
-            "From a request's arrival, queueing included.",
-            _quantiles("onward_time_to_first_token_seconds"),
+            "From arrival, queueing included.",
+            _quantiles("time_to_first_token_seconds"),
         ),
         Panel(
             "Between tokens",
             SECONDS,
             "Every wait between two tokens of one output.",
-            _quantiles("onward_inter_token_latency_seconds"),
+            _quantiles("inter_token_latency_seconds"),
         ),
         Panel(
             "Time per output token",
             SECONDS,
             "A request's mean after its outputs' first tokens.",
-            _quantiles("onward_time_per_output_token_seconds"),
+            _quantiles("time_per_output_token_seconds"),
         ),
-        Panel("Whole requests", SECONDS, "From arrival to the end.", _quantiles("onward_e2e_request_latency_seconds")),
-        Panel("Queue", SECONDS, "From arrival to being scheduled.", _quantiles("onward_request_queue_time_seconds")),
+        Panel("Whole requests", SECONDS, "From arrival to the end.", _quantiles("e2e_request_latency_seconds")),
+        Panel("Queue", SECONDS, "From arrival to being scheduled.", _quantiles("request_queue_time_seconds")),
         Panel(
             "Where a request's time goes",
             SECONDS,
             "Means of the three phases.",
             {
-                "{{model_name}} queue": _mean("onward_request_queue_time_seconds"),
-                "{{model_name}} prefill": _mean("onward_request_prefill_time_seconds"),
-                "{{model_name}} decode": _mean("onward_request_decode_time_seconds"),
+                "{{model_name}} queue": _mean("request_queue_time_seconds"),
+                "{{model_name}} prefill": _mean("request_prefill_time_seconds"),
+                "{{model_name}} decode": _mean("request_decode_time_seconds"),
             },
             is_stacked=True,
         ),
@@ -199,8 +199,8 @@ ROWS: Mapping[str, Sequence[Panel]] = {
             NUMBER,
             "Sequences computed together.",
             {
-                "{{model_name}} mean": _mean("onward_step_batch_size"),
-                "{{model_name}} p99": _quantile(0.99, "onward_step_batch_size"),
+                "{{model_name}} mean": _mean("step_batch_size"),
+                "{{model_name}} p99": _quantile(0.99, "step_batch_size"),
             },
         ),
         Panel(
@@ -208,62 +208,52 @@ ROWS: Mapping[str, Sequence[Panel]] = {
             NUMBER,
             "Of prompts, sources and outputs, without padding.",
             {
-                "{{model_name}} mean": _mean("onward_step_tokens"),
-                "{{model_name}} p99": _quantile(0.99, "onward_step_tokens"),
+                "{{model_name}} mean": _mean("step_tokens"),
+                "{{model_name}} p99": _quantile(0.99, "step_tokens"),
             },
         ),
         Panel(
             "Padding",
             RATIO,
             "Share of computed tokens that are padding.",
-            _share("onward_padding_tokens_total", "onward_step_tokens_sum"),
+            _share("padding_tokens_total", "step_tokens_sum"),
         ),
-        Panel("A step's graphs", SECONDS, "Time of one run.", _quantiles("onward_engine_run_seconds")),
+        Panel("A step's graphs", SECONDS, "Time of one run.", _quantiles("engine_run_seconds")),
         Panel(
             "Between two runs",
             SECONDS,
             "While there was work: sampling, events, waiting for the interpreter's lock.",
-            _quantiles("onward_engine_host_seconds"),
+            _quantiles("engine_host_seconds"),
         ),
         Panel(
             "Idle graphs",
             RATIO,
             "Share of the engine's busy time.",
-            _share("onward_engine_host_seconds_sum", "onward_engine_run_seconds_sum"),
+            _share("engine_host_seconds_sum", "engine_run_seconds_sum"),
         ),
     ),
     "Cache": (
-        Panel(
-            "K/V memory in use",
-            RATIO,
-            "Of the budget for keys and values.",
-            _gauge("max", "onward_kv_cache_usage_ratio"),
-        ),
+        Panel("K/V memory in use", RATIO, "Of the budget for keys and values.", _gauge("max", "kv_cache_usage_ratio")),
         Panel(
             "Prefix cache hits",
             RATIO,
             "Share of prompt tokens found in the prefix cache.",
-            f"{_sum('onward_cached_prompt_tokens_total')} / {_sum('onward_prompt_tokens_total')}",
+            f"{_sum('cached_prompt_tokens_total')} / {_sum('prompt_tokens_total')}",
         ),
-        Panel(
-            "Preemptions a second",
-            NUMBER,
-            "Requests preempted by more urgent ones.",
-            _sum("onward_preemptions_total"),
-        ),
+        Panel("Preemptions a second", NUMBER, "Requests preempted by more urgent ones.", _sum("preemptions_total")),
     ),
     "Cost model": (
         Panel(
             "Predictions off by",
             RATIO,
             "Mean of |predicted - measured| / measured service time of recently ended requests.",
-            _gauge("max", "onward_cost_model_relative_error"),
+            _gauge("max", "cost_model_relative_error"),
         ),
         Panel(
             "What a step's work costs",
             SECONDS,
             "Seconds by term, fitted to measured steps.",
-            {"{{model_name}} {{term}}": f"avg by (model_name, term) ({_of('onward_cost_model_coefficient')}) > 0"},
+            {"{{model_name}} {{term}}": f"avg by (model_name, term) ({_of('cost_model_coefficient')}) > 0"},
             is_logarithmic=True,
         ),
     ),
@@ -273,15 +263,15 @@ ROWS: Mapping[str, Sequence[Panel]] = {
             NUMBER,
             "1 where a model answers requests, and where its golden cases passed.",
             {
-                "{{model_name}} serves": _gauge("min", "onward_model_serving"),
-                "{{model_name}} parity": _gauge("min", "onward_parity_passed"),
+                "{{model_name}} serves": _gauge("min", "model_serving"),
+                "{{model_name}} parity": _gauge("min", "parity_passed"),
             },
         ),
         Panel(
             "Parity",
             NUMBER,
             "Largest logit difference from PyTorch in the golden cases.",
-            _gauge("max", "onward_parity_max_abs_error"),
+            _gauge("max", "parity_max_abs_error"),
         ),
         Panel(
             "Memory",

@@ -14,17 +14,19 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from socketserver import TCPServer, ThreadingMixIn
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, generate_latest
 
 from service.errors import StartupError
+
+Key = TypeVar("Key")
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -133,13 +135,32 @@ class _Bounded:
 
 
 @dataclass(slots=True)
-class _Connection:
+class Connection:
     """An open connection: its client's address, when it was opened, when its request was complete, and its end."""
 
     host: str
     begun: float = field(default_factory=time.monotonic)
     asked: float | None = None
     ended: threading.Event = field(default_factory=threading.Event)
+
+
+def least_deserving(connections: Mapping[Key, Connection], host: str, now: float) -> Key | None:
+    """The connection to evict for a new one from `host`; None if none may be.
+
+    Candidates are the connections of the address that has most. Those without a complete request go first (a scraper
+    sends its request at once), the oldest of them first. A connection whose request is younger than `_ANSWER_SECONDS`
+    goes last, and only for an address that has fewer connections.
+    """
+    # Copied: other threads remove connections that end.
+    taken = list(connections.items())
+    held = Counter(each.host for _, each in taken)
+    most = max(held.values(), default=0)
+    ranked = []
+    for key, each in taken:
+        is_due = each.asked is not None and now - each.asked < _ANSWER_SECONDS
+        if held[each.host] == most and not (is_due and held[host] == most):
+            ranked.append(((is_due, each.asked is not None, each.begun), key))
+    return min(ranked, key=lambda each: each[0])[1] if ranked else None
 
 
 class _Server(ThreadingMixIn, WSGIServer):
@@ -149,7 +170,7 @@ class _Server(ThreadingMixIn, WSGIServer):
     request_queue_size = _MAX_CONNECTIONS
 
     def __init__(self, host: str, port: int) -> None:
-        self._open: dict[Any, _Connection] = {}
+        self._open: dict[Any, Connection] = {}
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         self.address_family, address = found[0][0], str(found[0][4][0])
         super().__init__((address, port), _Handler)
@@ -166,26 +187,14 @@ class _Server(ThreadingMixIn, WSGIServer):
             self._make_room(client_address[0])
         has_place = len(self._open) < _MAX_CONNECTIONS
         if has_place:
-            self._open[request] = _Connection(client_address[0])
+            self._open[request] = Connection(client_address[0])
         return has_place
 
     def _make_room(self, host: str) -> None:
-        """Evicts a connection, if any may be, for a new one from `host`.
-
-        Candidates are the connections of the address that has most. Those without a complete request go first (a
-        scraper sends its request at once), the oldest of them first. A connection whose request is younger than
-        `_ANSWER_SECONDS` goes last, and only for an address that has fewer connections.
-        """
-        taken, now = list(self._open.items()), time.monotonic()
-        held = Counter(each.host for _, each in taken)
-        most = max(held.values(), default=0)
-        ranked = []
-        for request, each in taken:
-            is_due = each.asked is not None and now - each.asked < _ANSWER_SECONDS
-            if held[each.host] == most and not (is_due and held[host] == most):
-                ranked.append(((is_due, each.asked is not None, each.begun), request, each))
-        if ranked:
-            _, request, connection = min(ranked, key=lambda each: each[0])
+        """Evicts a connection, if any may be, for a new one from `host`."""
+        request = least_deserving(self._open, host, time.monotonic())
+        # It may have ended meanwhile.
+        if request is not None and (connection := self._open.get(request)) is not None:
             _cut(request)
             connection.ended.wait(_CLOSING_SECONDS)
 

@@ -119,7 +119,7 @@ class OtelTracer:
     def request(self, model: str) -> RequestTrace:
         """Traces a request below the call of this task; without a call, not at all."""
         call = _CURRENT_CALL.get()
-        return NoTracer().request(model) if call is None else call.request(model)
+        return NoTracer() if call is None else call.request(model)
 
     async def close(self, max_wait_seconds: float) -> None:
         """Exports the rest, for at most `max_wait_seconds`."""

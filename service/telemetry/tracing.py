@@ -69,26 +69,21 @@ class Tracer(Protocol):
 
 
 class NoTracer:
-    """Discards everything."""
+    """Discards everything. It is its own trace of every call and request."""
 
     def call(self, path: str, context: CallContext, *, has_many: bool) -> CallTrace:
         """Nothing."""
-        return _NO_TRACE
+        return self
 
     def request(self, model: str) -> RequestTrace:
         """Nothing."""
-        return _NO_TRACE
-
-    async def close(self, max_wait_seconds: float) -> None:
-        """Nothing."""
-
-
-class _NoTrace:
-    def ended(self, *_: object) -> None:
-        """Nothing."""
+        return self
 
     def submitted(self, request: GenerationRequest) -> None:
         """Nothing."""
 
+    def ended(self, *_: object) -> None:
+        """Nothing."""
 
-_NO_TRACE = _NoTrace()
+    async def close(self, max_wait_seconds: float) -> None:
+        """Nothing."""

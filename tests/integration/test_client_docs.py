@@ -12,7 +12,6 @@ from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
 
-import pytest
 from google.protobuf import descriptor_pool, json_format, message_factory
 from google.protobuf.descriptor import MethodDescriptor
 from grpc_health.v1 import health_pb2
@@ -23,9 +22,6 @@ from tests.environment import ROOT, environment
 from tests.fakes import BOS, EOS, expected_tokens, spell
 from tests.identities import HOST, Identities
 from tests.servers import letter_tokenizer, running, served_model
-
-# gRPC's poller holds on to every event loop it has met: one for all.
-pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 PAGE = (ROOT / "docs" / "clients.md").read_text(encoding="utf-8")
 IN_THE_CLEAR, OVER_TLS = "127.0.0.1:8001", "onward.example:8443"
@@ -121,26 +117,23 @@ def methods_of_generation() -> set[str]:
     return {method.name for method in pb.DESCRIPTOR.services_by_name["GenerationService"].methods}
 
 
-@pytest.mark.parametrize("line", GRPCURL)
-async def test_grpcurl_names_a_method_and_a_request_that_it_takes(line: str) -> None:
-    words = shlex.split(line)
-    assert words[:2] == ["grpcurl", "-plaintext"]
-    body = json.loads(words[3]) if words[2] == "-d" else {}
-    address, *rest = words[4:] if words[2] == "-d" else words[2:]
-    assert address == IN_THE_CLEAR
-    if rest[0] == "list":
-        assert rest == ["list"]
-    elif rest[0] == "describe":
-        assert descriptor_pool.Default().FindMessageTypeByName(rest[1]) is pb.GenerateRequest.DESCRIPTOR
-    else:
-        (name,) = rest
-        request = message_factory.GetMessageClass(methods()[name].input_type)()
-        # Refuses a field that there is not, and a value that the field cannot hold.
-        json_format.ParseDict(body, request)
-        assert bool(body) == bool(request.ListFields())
-
-
-async def test_grpcurl_is_shown_for_every_question_of_the_generation_service() -> None:
+async def test_grpcurl_names_methods_and_requests_of_the_contract() -> None:
+    for line in GRPCURL:
+        words = shlex.split(line)
+        assert words[:2] == ["grpcurl", "-plaintext"]
+        body = json.loads(words[3]) if words[2] == "-d" else {}
+        address, *rest = words[4:] if words[2] == "-d" else words[2:]
+        assert address == IN_THE_CLEAR
+        if rest[0] == "list":
+            assert rest == ["list"]
+        elif rest[0] == "describe":
+            assert descriptor_pool.Default().FindMessageTypeByName(rest[1]) is pb.GenerateRequest.DESCRIPTOR
+        else:
+            (name,) = rest
+            request = message_factory.GetMessageClass(methods()[name].input_type)()
+            # Raises for an unknown field and for a value out of the field's range.
+            json_format.ParseDict(body, request)
+            assert bool(body) == bool(request.ListFields())
     shown = {line.rpartition("/")[2] for line in GRPCURL if "GenerationService/" in line}
     assert shown == methods_of_generation()
 

@@ -21,13 +21,10 @@ import grpc
 import pytest
 import pytest_asyncio
 from google.rpc import error_details_pb2
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from onward.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from onward.v1 import generation_pb2 as pb
-from onward.v1 import model_pb2
 from onward.v1.generation_pb2_grpc import GenerationServiceStub
-from onward.v1.model_pb2_grpc import ModelServiceStub
 from service.config import Admission
 from service.engine.batch import ScheduledBatch
 from service.repository.models import ModelState
@@ -54,9 +51,6 @@ from tests.servers import (
     stream_request,
     tokens_of,
 )
-
-# gRPC's poller holds on to every event loop it has met: one for all.
-pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 Code = grpc.StatusCode
 
@@ -110,26 +104,6 @@ async def test_tokens_come_through_one_by_one(balanced: Balanced) -> None:
         finally:
             # A server that waits for ever could not be stopped.
             steps.release(100)
-
-
-async def test_several_conversations_of_the_other_protocol_share_a_stream(balanced: Balanced) -> None:
-    call = GRPCInferenceServiceStub(balanced.channel).ModelStreamInfer()
-    for name in ("x", "y"):
-        await call.write(infer_request(request_id=name, max_tokens=4))
-    await call.done_writing()
-    texts: Counter[str] = Counter()
-    async for message in call:
-        texts[message.infer_response.id] += len(message.infer_response.raw_output_contents[0][4:])
-    assert texts == {"x": 4, "y": 4}
-
-
-async def test_health_and_models_are_those_of_some_server(balanced: Balanced) -> None:
-    health = health_pb2_grpc.HealthStub(balanced.channel)
-    for name in ("", MODEL):
-        checked = await health.Check(health_pb2.HealthCheckRequest(service=name))
-        assert checked.status == health_pb2.HealthCheckResponse.SERVING
-    described = await ModelServiceStub(balanced.channel).GetModel(model_pb2.GetModelRequest())
-    assert described.model == MODEL
 
 
 def generate(**fields: Any) -> Callable[[grpc.aio.Channel], Any]:
@@ -187,7 +161,7 @@ def as_seen(error: grpc.aio.AioRpcError) -> tuple[Any, ...]:
     return error.code(), re.sub(r"value length \d+", "value length", str(error.details())), details
 
 
-async def test_many_refusals_put_no_server_out(balanced: Balanced) -> None:
+async def test_many_refusals_eject_no_server(balanced: Balanced) -> None:
     # One after the other, so that nothing good comes between: five in a row are what makes Envoy think.
     for _, ask in REFUSED.values():
         for _ in range(12):
@@ -197,7 +171,7 @@ async def test_many_refusals_put_no_server_out(balanced: Balanced) -> None:
     assert counters["cluster.onward.outlier_detection.ejections_enforced_total"] == 0
 
 
-async def test_keys_are_asked_for_and_each_server_counts_for_itself(tmp_path: Path) -> None:
+async def test_keys_are_required_and_each_server_counts_separately(tmp_path: Path) -> None:
     key, wrong = (("authorization", "Bearer a-key"),), (("authorization", "Bearer another"),)
     path = tmp_path / "keys.toml"
     path.write_text(key_table("alice", "a-key", rest="requests_per_second = 0.01\nburst = 2"))
@@ -221,7 +195,7 @@ async def test_keys_are_asked_for_and_each_server_counts_for_itself(tmp_path: Pa
         "/inference.GRPCInferenceService/RepositoryModelUnload",
     ],
 )
-async def test_what_is_for_one_server_is_not_passed_on(balanced: Balanced, path: str) -> None:
+async def test_calls_for_one_server_are_not_routed(balanced: Balanced, path: str) -> None:
     error = await status_of(raw(path)(balanced.channel))
     assert (error.code(), error.details()) == (
         Code.PERMISSION_DENIED,
@@ -356,7 +330,7 @@ async def beside(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Besi
 
 
 @pytest.mark.parametrize("fault", [Fault.REFUSED, Fault.GOODBYE])
-async def test_what_a_server_has_not_begun_goes_to_another(beside: Beside, fault: Fault) -> None:
+async def test_what_a_server_has_not_begun_is_retried_on_another(beside: Beside, fault: Fault) -> None:
     expected = expected_tokens((1, *spell("ab")), 3)
     broken, balanced = await beside.doing(fault)
     num_asked = 0
@@ -450,7 +424,7 @@ async def test_a_client_that_stops_reading_loses_its_place_and_the_others_keep_t
             await status_of(stalled, Code.ABORTED)
 
 
-async def test_calls_that_a_stopping_server_refuses_go_to_another(tmp_path: Path) -> None:
+async def test_calls_that_a_stopping_server_refuses_are_retried_on_another(tmp_path: Path) -> None:
     async with two(tmp_path) as balanced:
         one, other = balanced.servers
         # Its health says nothing of it yet, as in the second before Envoy asks again.
@@ -531,7 +505,7 @@ async def test_a_key_goes_to_one_server_and_keys_go_to_all(tmp_path: Path) -> No
 FAMILIES, REQUESTS = 12, 50
 
 
-async def test_requests_with_a_key_find_what_was_computed_for_others_and_without_they_find_less(
+async def test_requests_with_a_routing_key_have_more_cache_hits(
     tmp_path: Path,
 ) -> None:
     model = {"served": [served_model(context=256)]}

@@ -7,11 +7,11 @@ import gzip
 import http.client
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from wsgiref.types import StartResponse
 
 import grpc
 import pytest
@@ -22,7 +22,7 @@ from onward.v1 import generation_pb2 as pb
 from service.app import App
 from service.config import MetricsCompat
 from service.telemetry import exposition
-from service.telemetry.exposition import exposing, metrics_app
+from service.telemetry.exposition import Connection, exposing, least_deserving, metrics_app
 from service.telemetry.metrics import OUTCOMES
 from service.transport.status import STATUS_CODES
 from tests.faults.process import until
@@ -146,101 +146,60 @@ def test_connections_that_ask_nothing_keep_no_scraper_out(
                 assert each.recv(12) == b"HTTP/1.0 200"
 
 
-def test_connections_that_take_no_answer_keep_no_scraper_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exposition, "_MAX_SECONDS", 600.0)
-    monkeypatch.setattr(exposition, "_ANSWER_SECONDS", 600.0)
-    begun = threading.Semaphore(0)
-
-    def endless(environ: dict[str, str], start_response: Callable[..., object]) -> Iterator[bytes]:
-        start_response("200 OK", [])
-        if environ["REMOTE_ADDR"] == "127.0.0.2":
-            yield b"sheep"
-            return
-        begun.release()
-        while True:
-            yield bytes(1 << 16)
-
-    with exposing(endless, "127.0.0.1", 0) as port:  # type: ignore[arg-type]
-        deaf = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(exposition._MAX_CONNECTIONS)]
-        for each in deaf:
-            each.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
-            assert begun.acquire(timeout=60)
-        # A place is left to the address that has none, and is not taken from it.
-        with socket.create_connection(("127.0.0.1", port), timeout=60, source_address=("127.0.0.2", 0)) as scraper:
-            more = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(4)]
-            scraper.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
-            assert scraper.recv(12) == b"HTTP/1.0 200"
-        for each in deaf + more:
-            each.close()
+NOW = 100.0
+JUST_NOW = NOW - 0.5 * exposition._ANSWER_SECONDS
 
 
-@pytest.mark.parametrize("seconds", [600.0, 0.0], ids=["just now", "long ago"])
-def test_a_crowd_of_one_address_closes_no_connection_that_asked_just_now(
-    registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch, seconds: float
+@pytest.mark.parametrize(
+    ("connections", "evicted"),
+    [
+        ([], None),
+        # Without a request, the oldest.
+        ([("a", 2.0, None), ("a", 1.0, None), ("a", 0.0, 1.0)], 1),
+        # Of the address that has most.
+        ([("a", 2.0, 50.0), ("a", 3.0, None), ("b", 0.0, None)], 1),
+        # With a request that waits long for its answer.
+        ([("a", 2.0, 60.0), ("a", 1.0, 50.0)], 1),
+        # A young request only for an address that has fewer connections.
+        ([("b", 2.0, JUST_NOW), ("b", 1.0, JUST_NOW), ("a", 0.0, None)], 1),
+        ([("a", 2.0, JUST_NOW), ("a", 1.0, JUST_NOW), ("b", 0.0, None)], None),
+        ([("a", 2.0, JUST_NOW), ("a", 1.0, 50.0)], 1),
+    ],
+)
+def test_connection_that_deserves_its_place_least_is_evicted_for_one_of_a(
+    connections: list[tuple[str, float, float | None]], evicted: int | None
 ) -> None:
-    monkeypatch.setattr(exposition, "_MAX_SECONDS", 600.0)
-    monkeypatch.setattr(exposition, "_ANSWER_SECONDS", seconds)
-    answers, begun, answered = metrics_app(registry), threading.Semaphore(0), threading.Event()
+    taken = {number: Connection(*each) for number, each in enumerate(connections)}
+    assert least_deserving(taken, "a", NOW) == evicted
 
-    def slow(environ: dict[str, str], start_response: StartResponse) -> Iterable[bytes]:
-        begun.release()
-        assert answered.wait(60)
-        return answers(environ, start_response)
 
-    with exposing(slow, "127.0.0.1", 0) as port:  # type: ignore[arg-type]
-        crowd = []
+def test_connection_is_refused_where_none_may_be_evicted(
+    registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exposition, "least_deserving", lambda *_: None)
+    with exposing(metrics_app(registry), "127.0.0.1", 0) as port, ExitStack() as stack:
         for _ in range(exposition._MAX_CONNECTIONS):
-            crowd.append(socket.create_connection(("127.0.0.1", port), timeout=60))
-            crowd[-1].sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
-            assert begun.acquire(timeout=60)
-        with socket.create_connection(("127.0.0.1", port), timeout=60) as newcomer:
-            loser = newcomer if seconds else crowd.pop(0)
-            with closed(loser):
-                pass
-        answered.set()
-        for each in crowd:
-            with each:
-                assert each.recv(12) == b"HTTP/1.0 200"
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60))
+        with closed(socket.create_connection(("127.0.0.1", port), timeout=60)):
+            pass
 
 
-def test_one_scrape_is_rendered_at_a_time(registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
-    coming, going, inside, most = threading.Semaphore(0), threading.Semaphore(0), [], 0
-
-    class Watched:
-        """A lock that counts those who come to it."""
-
-        def __init__(self, lock: threading.Lock) -> None:
-            self._lock = lock
-
-        def __enter__(self) -> None:
-            coming.release()
-            self._lock.acquire()
-
-        def __exit__(self, *_: object) -> None:
-            self._lock.release()
+def test_one_scrape_is_rendered_at_a_time(registry: CollectorRegistry) -> None:
+    inside, most = 0, 0
 
     class Slow:
         def collect(self) -> list[object]:
-            nonlocal most
-            inside.append(self)
-            most = max(most, len(inside))
-            assert going.acquire(timeout=60)
-            inside.pop()
+            nonlocal inside, most
+            inside += 1
+            most = max(most, inside)
+            time.sleep(0.01)
+            inside -= 1
             return []
 
-    with monkeypatch.context() as patched:
-        lock = threading.Lock()
-        patched.setattr(threading, "Lock", lambda: Watched(lock))
-        app = metrics_app(registry)
     registry.register(Slow())  # type: ignore[arg-type]
-    with exposing(app, "127.0.0.1", 0) as port, ThreadPoolExecutor(4) as scrapers:
-        scrapes = [scrapers.submit(asked, port) for _ in range(4)]
-        for _ in scrapes:
-            assert coming.acquire(timeout=60), "it is not asked for the lock"
-        for _ in scrapes:
-            going.release()
-        assert [scrape.result() for scrape in scrapes] == [b"HTTP/1.0 200"] * 4
-    assert most == 1
+    with exposing(metrics_app(registry), "127.0.0.1", 0) as port, ThreadPoolExecutor(4) as scrapers:
+        answers = list(scrapers.map(asked, [port] * 8))
+    assert (answers, most) == ([b"HTTP/1.0 200"] * 8, 1)
 
 
 def test_request_larger_than_the_limit_is_not_read_in_full(registry: CollectorRegistry) -> None:
@@ -268,7 +227,7 @@ def test_start_asks_no_name_server(registry: CollectorRegistry, monkeypatch: pyt
     ("accepted", "is_packed"),
     [("gzip", True), ("deflate, gzip;q=0.5", True), ("gzip;q=0", False), ("xgzip, deflate", False)],
 )
-def test_answer_is_packed_for_those_who_can_unpack_it(
+def test_answer_is_compressed_if_the_client_accepts_gzip(
     connection: http.client.HTTPConnection, accepted: str, is_packed: bool
 ) -> None:
     answer = get(connection, Accept_Encoding=accepted)
@@ -337,7 +296,6 @@ GARBAGE: dict[str, Callable[[int], pb.GenerateRequest]] = {
 }
 
 
-@pytest.mark.asyncio(loop_scope="session")
 async def test_clients_cannot_make_series() -> None:
     async with running() as server:
 

@@ -33,9 +33,6 @@ from tests.servers import (
 )
 from tests.trace_format import check_trace, slices
 
-# gRPC's poller holds on to every event loop it has met: one for all.
-pytestmark = pytest.mark.asyncio(loop_scope="session")
-
 ON = {"metrics": True, "metrics_port": 0}
 
 

@@ -19,9 +19,6 @@ from tests.identities import HOST, Identities
 from tests.refusing import refusing
 from tests.servers import MODEL, PROMPT, SLOTS, Running, running, served_model
 
-# gRPC's poller holds on to every event loop it has met: one for all.
-pytestmark = pytest.mark.asyncio(loop_scope="session")
-
 PROGRAM = ROOT / "docs" / "clients" / "node" / "ask.mjs"
 LIMIT_SECONDS = 60
 

@@ -57,9 +57,6 @@ from tests.servers import (
     served_model,
 )
 
-# gRPC's poller holds on to every event loop it has met: one for all.
-pytestmark = pytest.mark.asyncio(loop_scope="session")
-
 # Quick ones, so that tests need not wait.
 QUICK = RetryPolicy(initial_backoff_seconds=0.001, max_backoff_seconds=0.01)
 LONG = served_model(context=1 << 16)
@@ -202,7 +199,7 @@ async def test_other_methods_answer_as_the_contract_does(kind: str) -> None:
         assert caught.value.code is grpc.StatusCode.UNIMPLEMENTED
 
 
-async def test_bad_field_is_named_and_not_asked_about_again(kind: str) -> None:
+async def test_bad_field_is_named_and_not_retried(kind: str) -> None:
     async with running() as server, asking(kind, target(server)) as asker:
         with pytest.raises(InvalidArgument) as caught:
             await asker.call("generate", "ab", top_p=2.0, request_id="mine")
@@ -231,7 +228,7 @@ async def test_dropping_a_stream_without_a_name_frees_its_place(kind: str) -> No
             gc.enable()
 
 
-async def test_cancelled_task_gives_its_stream_up() -> None:
+async def test_canceled_task_cancels_its_stream() -> None:
     async with running([LONG]) as server, AsyncClient(target(server), timeout_seconds=None) as client:
         begun = asyncio.Event()
 
@@ -336,7 +333,7 @@ async def test_refused_call_is_retried_after_the_servers_delay(kind: str, method
 
 
 @pytest.mark.parametrize("num_events", [1, 2])
-async def test_stream_of_which_something_was_heard_is_not_tried_again(kind: str, num_events: int) -> None:
+async def test_stream_is_not_retried_after_its_first_event(kind: str, num_events: int) -> None:
     refusal = Overloaded("m", 8, 8, 0.0)
     async with refusing(refusal, num_events=num_events) as server, asking(kind, server.target) as asker:
         with pytest.raises(ResourceExhausted) as caught:
@@ -360,7 +357,7 @@ async def test_stream_of_which_something_was_heard_is_not_tried_again(kind: str,
         ),
     ],
 )
-async def test_what_would_end_the_same_way_is_not_tried_again(kind: str, refusal: Any, error: type[CallError]) -> None:
+async def test_other_refusals_are_not_retried(kind: str, refusal: Any, error: type[CallError]) -> None:
     async with refusing(refusal, refusal) as server, asking(kind, server.target) as asker:
         with pytest.raises(error):
             await asker.call("generate", "ab")
@@ -426,7 +423,7 @@ async def test_stream_without_summary_is_incomplete(kind: str) -> None:
     assert caught.value.request_id == "drawn"
 
 
-async def test_key_and_trace_are_shown_with_every_call(kind: str) -> None:
+async def test_key_and_trace_are_sent_with_every_call(kind: str) -> None:
     trace = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", "tracestate": "vendor=1"}
     async with refusing() as server, asking(kind, Connection(server.target, api_key="key")) as asker:
         await asker.call("generate", "ab", **trace)
@@ -441,7 +438,7 @@ async def test_key_and_trace_are_shown_with_every_call(kind: str) -> None:
     assert "tracestate" not in untraced
 
 
-async def test_client_knows_its_server_and_is_known_by_it(kind: str, tmp_path: Path) -> None:
+async def test_mutual_tls_and_api_key(kind: str, tmp_path: Path) -> None:
     who = Identities.issue(tmp_path)
     tls = Tls(
         ca_certificate=who.read("ca.pem"),
@@ -463,7 +460,7 @@ async def test_client_knows_its_server_and_is_known_by_it(kind: str, tmp_path: P
                     await asker.call("generate", "ab")
 
 
-async def test_large_answer_is_taken_where_it_is_wanted(kind: str) -> None:
+async def test_large_answer_is_accepted_if_configured(kind: str) -> None:
     async with running() as server:
         async with asking(kind, Connection(target(server), max_answer_bytes=40)) as asker:
             with pytest.raises(ResourceExhausted) as caught:

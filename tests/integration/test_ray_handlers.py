@@ -35,9 +35,6 @@ from tests.servers import (
     tokens_of,
 )
 
-# gRPC's poller holds on to every event loop it has met: one for all.
-pytestmark = pytest.mark.asyncio(loop_scope="session")
-
 PROMPT = (1, *spell("ab"))
 
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import grpc
-import pytest
 
 from onward.v1 import generation_pb2 as pb
 from onward.v1 import model_pb2
 from tests.fakes import BOS, EOS, spell
 from tests.servers import generate_request, rich_details, running, served_model, status_of, stream_request
-
-pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 TEMPLATE = (

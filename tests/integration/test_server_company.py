@@ -44,9 +44,6 @@ from tests.servers import (
     tokens_of,
 )
 
-# gRPC's poller holds on to every event loop it has met: one for all.
-pytestmark = pytest.mark.asyncio(loop_scope="session")
-
 WRITER = partial(tiny_artifact, "decoder-only")
 OTHER_WRITER = partial(tiny_artifact, "decoder-only", d_ff=80)
 TRANSLATOR = partial(tiny_artifact, "encoder-decoder")

@@ -33,9 +33,6 @@ from tests.servers import (
     stream_request,
 )
 
-# gRPC's poller holds on to every event loop it has met: one for all.
-pytestmark = pytest.mark.asyncio(loop_scope="session")
-
 COST = pb.ResponseOptions(cost=True)
 COUNTS = ("attended_pairs", "padded_pairs", "linear_flops", "attention_flops", "kv_byte_steps")
 
@@ -59,7 +56,7 @@ class Slow(FakeRunner):
         time.sleep(self._seconds * (1 + batch.num_prefill_tokens / 8))
 
 
-async def test_answer_says_what_it_cost_if_asked() -> None:
+async def test_answer_has_its_cost_if_requested() -> None:
     async with running(runner=Slow(0.004), calibrate=True) as server:
         asked = generate_request("ab", max_tokens=9, ignore_eos=True, response=COST)
         answer = await server.generation.Generate(asked)
@@ -81,7 +78,7 @@ async def test_answer_says_what_it_cost_if_asked() -> None:
     assert summary.cost.measured_seconds == pytest.approx(summary.timings.prefill + summary.timings.decode)
 
 
-async def test_prediction_is_for_max_tokens_and_counts_are_of_what_was_done() -> None:
+async def test_prediction_is_for_max_tokens_and_counts_are_actual() -> None:
     async with running(runner=Slow(0.002), calibrate=True) as server:
         stopped = await server.generation.Generate(
             generate_request("ab", max_tokens=40, stop_token_ids=list(range(3, 32)), response=COST)
@@ -93,7 +90,7 @@ async def test_prediction_is_for_max_tokens_and_counts_are_of_what_was_done() ->
     assert stopped.cost.predicted_seconds > 0.3 * whole.cost.predicted_seconds
 
 
-async def test_estimate_counts_what_the_request_then_costs_and_runs_nothing() -> None:
+async def test_estimate_has_the_requests_later_cost_and_runs_nothing() -> None:
     runner = FakeRunner(SLOTS)
     async with running(runner=runner, calibrate=True) as server:
         asked = generate_request("abcdefghijklmnopqrstuvwxyz", max_tokens=12, ignore_eos=True, response=COST)
@@ -210,7 +207,7 @@ BAD: dict[str, pb.GenerateRequest] = {
 
 
 @pytest.mark.parametrize("request_", BAD.values(), ids=BAD.keys())
-async def test_estimate_refuses_what_generate_would_with_the_same_words_and_counts_no_request(
+async def test_estimate_refuses_like_generate_and_counts_no_request(
     request_: pb.GenerateRequest,
 ) -> None:
     gate = Gate()
@@ -247,7 +244,7 @@ async def test_estimate_of_a_full_or_a_draining_server_is_refused_as_a_request_w
     assert drained.code() is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_what_was_learned_and_how_far_off_it_was_are_metrics() -> None:
+async def test_cost_model_and_its_error_are_metrics() -> None:
     labels = {"model_name": MODEL}
     async with running(runner=Slow(0.003), calibrate=True) as server:
         # What a busy machine adds is not all taken for the step's.

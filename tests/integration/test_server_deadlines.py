@@ -44,8 +44,6 @@ from tests.servers import (
     tokens_of,
 )
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
-
 HOUR = 3600.0
 MINUTE = 60.0
 
@@ -83,7 +81,7 @@ def predicts(server: Running, monkeypatch: pytest.MonkeyPatch, prediction: Calla
 
 
 @pytest.mark.parametrize(("prefill", "retries"), [(50.0, True), (200.0, False)])
-async def test_request_that_would_be_late_is_refused_at_once_with_numbers_and_when_to_come_again_if_ever(
+async def test_unreachable_deadline_is_refused_at_once_with_numbers_and_a_retry_delay_if_that_helps(
     monkeypatch: pytest.MonkeyPatch, prefill: float, retries: bool
 ) -> None:
     engine = ScriptedEngine(at_once)
@@ -127,7 +125,7 @@ async def test_deadlines_only_cancel_where_admission_is_off(monkeypatch: pytest.
         assert kinds(await read(server.stream(timeout_seconds=100.0)))[-1] == "summary"
 
 
-async def test_request_that_cannot_be_over_in_time_any_more_leaves_the_queue_before_its_deadline(
+async def test_waiting_request_that_can_no_longer_meet_its_deadline_leaves_the_queue(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gate, model, has_passed = Gate(), served_model(), threading.Event()
@@ -163,7 +161,7 @@ def by_the_minute() -> Callable[[], float]:
 
 
 @pytest.mark.parametrize("outputs", [1, 2])
-async def test_who_takes_what_there_is_gets_it_and_no_error(outputs: int) -> None:
+async def test_partial_on_deadline_returns_the_tokens_so_far(outputs: int) -> None:
     model = served_model(context=512)
     fields: dict[str, Any] = {
         "max_tokens": 500,
@@ -189,7 +187,7 @@ async def test_who_takes_what_there_is_gets_it_and_no_error(outputs: int) -> Non
     assert events[-1].summary.usage.generated_tokens == len(tokens_of(events))
 
 
-async def test_search_that_takes_what_there_is_gets_its_best_so_far() -> None:
+async def test_partial_on_deadline_returns_a_searchs_best_so_far() -> None:
     model = served_model(context=512)
     async with running([model], {MODEL: engine_for(model, clock=by_the_minute())}) as server:
         answer = await server.generation.Generate(
@@ -207,7 +205,7 @@ async def test_search_that_takes_what_there_is_gets_its_best_so_far() -> None:
     assert len(answer.outputs[0].token_ids) > 2
 
 
-async def test_who_takes_what_there_is_gets_nothing_without_an_error_where_it_never_began() -> None:
+async def test_partial_on_deadline_returns_nothing_if_it_was_never_scheduled() -> None:
     gate = Gate()
     async with running(runner=FakeRunner(SLOTS, before_run=gate)) as server:
         with gate.closed():
@@ -221,7 +219,7 @@ async def test_who_takes_what_there_is_gets_nothing_without_an_error_where_it_ne
     assert events[1].summary.usage.generated_tokens == 0
 
 
-async def test_who_takes_what_there_is_and_leaves_is_cancelled_as_ever() -> None:
+async def test_partial_on_deadline_can_be_canceled() -> None:
     def endless(_: GenerationRequest) -> Steps:
         return [[token(5, 0)] for _ in range(20_000)]
 

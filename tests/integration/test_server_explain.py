@@ -39,9 +39,6 @@ from tests.servers import (
     tokens_of,
 )
 
-# gRPC's poller holds on to every event loop it has met: one for all.
-pytestmark = pytest.mark.asyncio(loop_scope="session")
-
 LAYERS, ENCODER_LAYERS, HEADS = 2, 1, 2
 ENCODER, DECODER, CROSS = pb.ATTENTION_KIND_ENCODER, pb.ATTENTION_KIND_DECODER, pb.ATTENTION_KIND_CROSS
 FAMILIES = pytest.mark.parametrize("encoder_decoder", [False, True], ids=["decoder-only", "encoder-decoder"])
@@ -187,7 +184,7 @@ async def test_greedy_output_is_cut_to_the_tokens_that_are_explained(graph: Fake
     assert graph.runs[0][0] == (BOS, *spell("ab"), *expected_tokens((BOS, *spell("ab")), 6))
 
 
-async def test_greedy_output_is_cut_to_what_a_message_holds(graph: FakeGraph) -> None:
+async def test_greedy_output_is_cut_to_the_largest_message(graph: FakeGraph) -> None:
     async with running([explained_model()], max_message_bytes=4096) as server:
         answer = await server.generation.Explain(pb.ExplainRequest(text="ab"))
         one = await server.generation.Explain(pb.ExplainRequest(text="ab", layers=[0], heads=[0]))
@@ -264,7 +261,7 @@ async def test_before_the_first_call_there_is_no_graph_and_no_thread_and_then_on
     await eventually(lambda: workers() == [])
 
 
-async def test_calls_are_computed_one_at_a_time_and_those_beyond_the_line_come_again(graph: FakeGraph) -> None:
+async def test_calls_are_computed_one_at_a_time_and_refused_above_the_queue_limit(graph: FakeGraph) -> None:
     def ask(text: str) -> Any:
         return server.generation.Explain(pb.ExplainRequest(text=text, target_text="z"))
 
@@ -316,7 +313,7 @@ async def test_keys_take_turns_and_one_has_half_of_the_places(graph: FakeGraph, 
     assert [len(decoder) - 1 for decoder, _, _ in graph.runs] == [1, 2, 10, 3, 4]
 
 
-async def test_a_call_given_up_while_it_runs_leaves_the_worker_to_the_next(graph: FakeGraph) -> None:
+async def test_a_call_canceled_while_it_runs_frees_its_slot(graph: FakeGraph) -> None:
     async with running([explained_model()]) as server:
         graph.gate.clear()
         call = server.generation.Explain(pb.ExplainRequest(text="a", target_text="z"))
@@ -359,7 +356,7 @@ async def test_a_graph_that_fails_its_check_is_not_used_and_is_loaded_again(grap
     assert graph.loads == ["fake"] * 3
 
 
-async def test_a_graph_whose_weights_have_no_room_twice_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_graph_whose_weights_do_not_fit_twice_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     resident, needed = 10 << 30, 2 * (3 << 30)
     model = explained_model()
     files = {"decoder.onnx.data": 3 << 30, "prefill.onnx.data": 9 << 30}
@@ -380,7 +377,7 @@ async def test_a_graph_whose_weights_have_no_room_twice_is_not_loaded(monkeypatc
             assert refusal in str(error.details())
 
 
-async def test_a_model_that_is_served_no_more_takes_its_graph_along(graph: FakeGraph) -> None:
+async def test_unloading_a_model_releases_its_graph(graph: FakeGraph) -> None:
     request = pb.ExplainRequest(model="fake", text="a", target_text="z")
     first, other = explained_model(), served_model("other")
     async with running([first, other]) as server:
@@ -397,7 +394,7 @@ async def test_a_model_that_is_served_no_more_takes_its_graph_along(graph: FakeG
         await status_of(server.generation.Explain(request), grpc.StatusCode.NOT_FOUND)
 
 
-async def test_a_model_that_is_replaced_meanwhile_is_asked_again(graph: FakeGraph) -> None:
+async def test_a_call_is_repeated_if_its_model_was_replaced_meanwhile(graph: FakeGraph) -> None:
     gate = Gate()
     runner = FakeRunner(SLOTS, before_run=gate)
     async with running([explained_model()], runner=runner) as server:

@@ -36,9 +36,6 @@ from tests.servers import (
     status_of,
 )
 
-# gRPC's poller holds on to every event loop it has met: one for all.
-pytestmark = pytest.mark.asyncio(loop_scope="session")
-
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
@@ -69,7 +66,7 @@ async def test_a_watcher_is_sent_the_drain_though_another_of_the_same_name_has_l
             assert (error.code(), error.details()) == (grpc.StatusCode.UNAVAILABLE, "the server has stopped")
 
 
-async def test_a_watcher_of_an_unknown_name_is_sent_what_becomes_of_it() -> None:
+async def test_a_watcher_of_an_unknown_name_is_sent_its_later_states() -> None:
     async with running() as server:
         watch = await watching(server.health, "later", SERVICE_UNKNOWN)
         model = served_model("later")

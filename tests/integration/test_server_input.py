@@ -15,10 +15,6 @@ from onward.v1 import generation_pb2 as pb
 from tests.fakes import FakeRunner
 from tests.servers import SLOTS, Running, generate_request, rich_details, running, served_model, status_of
 
-# gRPC's poller holds on to every event loop it has met: one for all.
-pytestmark = pytest.mark.asyncio(loop_scope="session")
-
-
 INVALID, TOO_LONG = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE
 
 
@@ -146,13 +142,6 @@ async def test_bad_score_is_refused_by_its_field_and_counted(
         error = await status_of(server.generation.Score(request_), code)
         assert sum(server.ended().values()) == 1
     assert str(error.details()).startswith(words)
-
-
-async def test_message_over_the_limit_is_refused_and_the_next_request_served() -> None:
-    async with running(max_message_bytes=2048) as server:
-        error = await status_of(server.generation.Generate(generate_request("a" * 5000)))
-        assert (await server.generation.Generate(generate_request())).outputs
-    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,10 @@
-"""How much of a server one caller gets: metadata, open calls, health checks, silent and stalled streams."""
+"""How much of a server one caller gets: metadata, open calls, health checks, silent streams, answers not taken."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from onward.inference import open_inference_pb2
 from onward.v1 import generation_pb2 as pb
 from onward.v1.generation_pb2_grpc import GenerationServiceStub
-from service.transport import flooding, open_methods, read_places
+from service.transport import flooding, open_methods, places, read_places
 from service.transport import server as transport_server
 from tests.fakes import FakeRunner, Gate
 from tests.faults.http2 import BEGIN, Connection, code, message_header
@@ -32,14 +32,10 @@ from tests.servers import (
     read,
     read_accepted,
     running,
-    served_model,
     status_of,
     stream_request,
     tokens_of,
 )
-
-# gRPC's poller holds on to every event loop it has met: one for all.
-pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 GENERATE = b"/onward.v1.GenerationService/Generate"
 
@@ -237,23 +233,6 @@ async def test_a_request_that_needs_no_key_and_is_larger_than_any_name_is_refuse
         assert [await code(4096), await code(4097)] == [grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT]
 
 
-async def test_a_client_that_stops_reading_loses_its_place_and_the_others_keep_theirs() -> None:
-    # Far more than the windows of HTTP/2 hold, all of it with alternatives to every token.
-    model = served_model(context=200_000)
-    async with running([model], max_stall_seconds=0.5) as server:
-        request = stream_request("ab", max_tokens=50_000, ignore_eos=True)
-        request.response.logprobs = 20
-        options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65535)]
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{server.endpoint.port}", options) as channel:
-            stalled = GenerationServiceStub(channel).GenerateStream(request)
-            await read_accepted(stalled)
-            await server.until_handled("GenerateStream", "ABORTED")
-            await server.until_ended(1)
-            assert server.ended() == {"cancelled": 1}
-            await server.generation.Generate(generate_request("ab", max_tokens=2))
-            stalled.cancel()
-
-
 @pytest.mark.parametrize("path", ["onward.v1.GenerationService/Generate", "grpc.health.v1.Health/Check"])
 async def test_silent_calls_of_a_connection_end_for_the_others_of_it(
     path: str, monkeypatch: pytest.MonkeyPatch
@@ -283,7 +262,7 @@ async def test_silent_calls_of_a_connection_end_for_the_others_of_it(
             each.cancel()
 
 
-async def test_what_a_connection_brought_for_calls_that_end_unread_is_counted_as_such(
+async def test_unread_bytes_of_a_connections_ended_calls_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Each judgement begins the count anew.
@@ -306,3 +285,45 @@ async def test_what_a_connection_brought_for_calls_that_end_unread_is_counted_as
         silent.cancel()
         await eventually(lambda: connection.unread == 3 * refused + (4 << 20))
         begun.cancel()
+
+
+MAX_MESSAGE_BYTES = 16 << 10
+# Of which the bound has room for four, in two copies each; and one caller for half of them.
+NUM_TOKENS = 15 << 10
+NUM_CALLS = 8
+
+
+def ask_untaken(client: Connection, num_begun: int, num_refused: int) -> None:
+    """Has a client ask for answers that it does not take: of the others some begin, and some wait."""
+    data = pb.DetokenizeRequest(token_ids=[5] * NUM_TOKENS).SerializeToString()
+    path = b"/onward.v1.GenerationService/Detokenize"
+    for _ in range(NUM_CALLS):
+        client.call(path, head=message_header(len(data)) + data, is_complete=True)
+    assert client.pump(lambda: (len(client.begun - client.ended.keys()), len(client.ended)) == (num_begun, num_refused))
+    assert {code(block) for block in client.ended.values()} == {"RESOURCE_EXHAUSTED"}
+
+
+async def test_answers_that_are_not_taken_are_bounded_and_half_of_them_is_one_callers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(places, "MAX_ANSWER_BYTES", 0)
+    async with running(max_message_bytes=MAX_MESSAGE_BYTES) as server:
+        with ExitStack() as stack:
+            clients = [stack.enter_context(closing(Connection(server.endpoint.port, 0))) for _ in range(3)]
+            # As many wait as may be on their way.
+            for client, num in zip(clients, (2, 1, 1), strict=True):
+                await asyncio.to_thread(ask_untaken, client, num, NUM_CALLS - 2 * num)
+            asked = pb.DetokenizeRequest(token_ids=[5] * NUM_TOKENS)
+            error = await status_of(server.generation.Detokenize(asked), grpc.StatusCode.RESOURCE_EXHAUSTED)
+            assert error.details().startswith("answers that clients did not take yet leave no room for this one")
+            refused = {*clients[0].ended}
+            for stream in range(1, 2 * NUM_CALLS, 2):
+                clients[0].grant(stream, MAX_MESSAGE_BYTES)
+            # What the others wait for may go before the last of them.
+            assert await asyncio.to_thread(clients[0].pump, lambda: len(clients[0].ended) >= len(refused) + 3)
+            for client in clients[1:]:
+                client.close()
+            assert await asyncio.to_thread(clients[0].pump, lambda: len(clients[0].ended) == NUM_CALLS)
+            taken = [code(block) for stream, block in clients[0].ended.items() if stream not in refused]
+            assert taken == ["OK"] * 4, "what waited is answered, too"
+            assert len((await server.generation.Detokenize(asked)).text) == NUM_TOKENS, "what is taken makes room"

@@ -83,7 +83,7 @@ def test_tritonclient_lists_and_reads_metadata(seen: dict[str, Any]) -> None:
     assert seen["index"] == [[model, "READY"] for model in sorted(MODELS)]
 
 
-def test_tritonclient_infers_what_our_own_wire_answers(seen: dict[str, Any], expected: str) -> None:
+def test_tritonclient_gets_the_same_answer_as_our_own_protocol(seen: dict[str, Any], expected: str) -> None:
     assert seen["text"] == [expected]
     assert seen["id"] == "one"
     assert seen["usage"]["generated_tokens"] == 12
@@ -241,7 +241,7 @@ async def test_a_time_limit_in_microseconds_is_a_deadline() -> None:
         await server.until_ended(1)
 
 
-async def test_leaving_a_stream_frees_what_all_its_requests_held() -> None:
+async def test_leaving_a_stream_cancels_all_its_requests() -> None:
     gate = Gate()
     async with running(runner=FakeRunner(SLOTS, before_run=gate)) as server:
         call = stub_of(server).ModelStreamInfer()

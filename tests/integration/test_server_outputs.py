@@ -28,9 +28,6 @@ from tests.servers import (
     status_of,
 )
 
-# gRPC's poller holds on to every event loop it has met: one for all.
-pytestmark = pytest.mark.asyncio(loop_scope="session")
-
 END, LENGTH = FinishReason.END_OF_SEQUENCE, FinishReason.LENGTH
 # Three outputs of unlike lengths, which end in another order than they began in.
 TEXTS = ("abcd", "e", "fg")
@@ -159,7 +156,7 @@ async def test_long_hypotheses_are_sent_in_several_messages_in_order() -> None:
         assert end.HasField("finished")
 
 
-async def test_outputs_that_run_when_the_time_is_up_end_the_call_after_what_there_was() -> None:
+async def test_running_outputs_end_the_call_at_the_deadline() -> None:
     late = [
         [token(5, 0), token(6, 1, END)],
         [token(None, 0, FinishReason.DEADLINE)],

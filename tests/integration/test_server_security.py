@@ -12,15 +12,11 @@ from typing import Any
 
 import grpc
 import pytest
-from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from onward.inference import open_inference_pb2
-from onward.v1 import generation_pb2 as pb
 from onward.v1 import model_pb2
 from onward.v1.generation_pb2_grpc import GenerationServiceStub
-from service.access import Permission
 from service.app import serve
 from service.commands.ask import ask
 from service.commands.ask import health as probe
@@ -30,6 +26,7 @@ from service.transport.health import LIST
 from service.transport.permissions import PERMISSIONS
 from service.transport.server import SERVICES, GrpcServer
 from service.transport.tls import TlsFiles, server_credentials
+from tests.contracts import MANAGING, METHODS
 from tests.fakes import FakeRunner, Gate
 from tests.identities import HOST, Authority, key_table
 from tests.servers import (
@@ -38,14 +35,10 @@ from tests.servers import (
     Running,
     generate_request,
     read_accepted,
-    rich_details,
     running,
     status_of,
     stream_request,
 )
-
-# gRPC's poller holds on to every event loop it has met: one for all.
-pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 KEY = "an-api-key"
 
@@ -154,7 +147,7 @@ async def test_certificates_that_no_handshake_could_be_made_with_are_refused_bef
     assert problem.startswith(f"{client_ca or key}: ")
 
 
-async def test_files_are_read_once_and_what_was_read_is_checked(
+async def test_certificates_are_read_once_and_checked_as_read(
     authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     certificate, key = authority.issue("raced", HOST)
@@ -224,19 +217,6 @@ async def test_a_key_opens_what_it_permits_and_health_needs_none(tmp_path: Path)
         assert await is_serving(server.channel)
 
 
-async def test_a_used_up_key_gets_a_retry_delay(tmp_path: Path) -> None:
-    path = alices_keys(tmp_path, rest="requests_per_second = 0.01\nburst = 2")
-    async with running(api_keys=path) as server:
-        for _ in range(2):
-            await server.generation.Generate(generate_request("ab", max_tokens=1), metadata=bearer())
-        error = await status_of(
-            server.generation.Generate(generate_request("ab"), metadata=bearer()), grpc.StatusCode.RESOURCE_EXHAUSTED
-        )
-        retry = error_details_pb2.RetryInfo()
-        assert rich_details(error)[0].Unpack(retry)
-        assert 90 < retry.retry_delay.seconds <= 100
-
-
 async def test_a_keys_calls_at_once_are_bounded_and_a_cancelled_one_frees_its_place(tmp_path: Path) -> None:
     gate = Gate()
     async with running(
@@ -256,16 +236,10 @@ async def test_a_keys_calls_at_once_are_bounded_and_a_cancelled_one_frees_its_pl
 
 
 async def test_every_method_of_ours_has_a_permission() -> None:
-    methods = {
-        method.name
-        for file in (pb.DESCRIPTOR, model_pb2.DESCRIPTOR, open_inference_pb2.DESCRIPTOR)
-        for service in file.services_by_name.values()
-        for method in service.methods
-    }
-    assert set(PERMISSIONS) == {*methods, LIST.rpartition("/")[2]}
+    assert set(PERMISSIONS) == {method.name for method in METHODS.values()} | {LIST.rpartition("/")[2]}
     changing = {"VerifyParity", "LoadModel", "UnloadModel", "ReloadModel"}
     changing |= {"RepositoryModelLoad", "RepositoryModelUnload"}
-    assert {name for name, permission in PERMISSIONS.items() if permission is Permission.MANAGE} == changing
+    assert {path.rpartition("/")[2] for path in MANAGING} == changing
 
 
 BEYOND = "0.0.0.0"
@@ -281,18 +255,12 @@ def beyond(monkeypatch: pytest.MonkeyPatch) -> None:
 async def managed(channel: grpc.aio.Channel, metadata: Any = ()) -> dict[str, grpc.aio.AioRpcError | None]:
     """How each method that manages models ends with an empty request; None is without an error."""
     found: dict[str, grpc.aio.AioRpcError | None] = {}
-    for file in (model_pb2.DESCRIPTOR, open_inference_pb2.DESCRIPTOR):
-        for service in file.services_by_name.values():
-            for method in service.methods:
-                if PERMISSIONS[method.name] is Permission.MANAGE:
-                    call = channel.unary_unary(f"/{service.full_name}/{method.name}")
-                    try:
-                        await call(b"", metadata=metadata)
-                    except grpc.aio.AioRpcError as error:
-                        found[method.name] = error
-                    else:
-                        found[method.name] = None
-    assert len(found) == 6
+    for path in MANAGING:
+        found[METHODS[path].name] = None
+        try:
+            await channel.unary_unary(f"/{path}")(b"", metadata=metadata)
+        except grpc.aio.AioRpcError as error:
+            found[METHODS[path].name] = error
     return found
 
 

@@ -39,8 +39,6 @@ from tests.servers import (
     stream_request,
 )
 
-# gRPC's poller holds on to every event loop it has met: one for all.
-pytestmark = pytest.mark.asyncio(loop_scope="session")
 Code = grpc.StatusCode
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"

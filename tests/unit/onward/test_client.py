@@ -47,7 +47,7 @@ def test_options_are_the_fields_of_the_contract_and_no_two_share_a_name() -> Non
     assert len(names) == len(own) + sum(map(len, nested))
 
 
-def test_every_option_comes_into_its_place() -> None:
+def test_every_option_is_set_in_its_field() -> None:
     options: GenerateOptions = {
         "request_id": "r",
         "model": "m",
@@ -79,7 +79,7 @@ def test_every_option_comes_into_its_place() -> None:
     )
 
 
-def test_none_is_not_said_and_zero_is() -> None:
+def test_none_is_not_set_and_zero_is() -> None:
     assert requests.generate("a", {"temperature": None, "model": None, "stop": None}) == pb.GenerateRequest(text="a")
     assert not requests.generate("a", {"beam_size": 2, "temperature": None}).HasField("sampling")
     assert requests.generate("a", {"temperature": 0}).sampling.HasField("temperature")
@@ -105,7 +105,7 @@ def test_bytes_are_no_token_ids(prompt: Any) -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), [("temprature", 1.0), ("max_tokens", 1 << 40), ("seed", -1)])
-def test_what_no_message_can_hold_is_refused_before_it_is_sent(name: str, value: Any) -> None:
+def test_arguments_that_no_message_can_hold_are_refused_before_sending(name: str, value: Any) -> None:
     options: Any = {name: value}
     with pytest.raises(ValueError, match=name if name == "temprature" else "range"):
         requests.generate("a", options)
@@ -294,7 +294,7 @@ def test_answer_of_a_newer_server_is_read_all_the_same() -> None:
     assert not facts.is_complete
 
 
-def test_generation_has_what_the_answer_has() -> None:
+def test_generation_has_the_answers_fields() -> None:
     output = pb.GenerationOutput(
         index=0, text="a", token_ids=[5], finish_reason=pb.FINISH_REASON_STOP, matched_stop=pb.MatchedStop(text="b")
     )

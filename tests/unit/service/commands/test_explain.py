@@ -34,9 +34,7 @@ def explain(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[int, str, 
     return code, out.getvalue(), err.getvalue()
 
 
-def test_explain_asks_for_what_is_to_be_shown_and_writes_both_files(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_explain_requests_the_selection_and_writes_both_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     page, picture = tmp_path / "a.html", tmp_path / "a.svg"
     ended = explain(monkeypatch, html=page, svg=picture, layers=(1,), heads=(0, 2), target_text="x")
     assert ended == (0, f"{page}\n{picture}\n", "")

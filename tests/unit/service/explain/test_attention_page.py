@@ -68,7 +68,7 @@ def shades(svg: str) -> list[float]:
     return sorted(float(opacity) for opacity in re.findall(r'fill-opacity="([\d.]+)" d=', svg))
 
 
-def test_what_a_translator_looked_at_comes_first_and_heads_together_before_each() -> None:
+def test_cross_attention_comes_first_and_means_before_heads() -> None:
     found = Page(page(response(), "dates", "abc"))
     assert found.all("h2") == ["Cross-attention", "The decoder's self-attention", "The encoder's self-attention"]
     assert found.all("h3") == ["Heads together", "Each head"] * 3
@@ -91,7 +91,7 @@ def test_caption_has_the_largest_weight_of_its_map() -> None:
     assert peaks == [f"{matrix.max():.2f}" for matrix in ((first + second) / 2, first, second)]
 
 
-def test_what_was_written_reads_as_text() -> None:
+def test_output_is_shown_as_text() -> None:
     tokens = ["▁Guten", "Ġ", "Tag", "!", "<eos>"]
     assert Page(page(response(target=tokens), "m", "good day")).all("code") == ["good day", " Guten Tag!"]
 

@@ -66,7 +66,7 @@ def test_selection_of_a_decoder_only_model_is_its_own_attention() -> None:
         ({"heads": (0, 1, 0)}, "heads"),
     ],
 )
-def test_what_the_model_does_not_have_is_refused_by_its_place(fields: dict[str, Any], field: str) -> None:
+def test_missing_layers_and_heads_are_refused_by_their_index(fields: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidRequest) as refusal:
         explaining.select(model(), call(**fields))
     assert refusal.value.field == field
@@ -80,7 +80,7 @@ def test_bytes_of_the_weights_are_counted_before_there_are_any() -> None:
 
 @pytest.mark.parametrize("limit", [300, 1000, 5000, 20_000])
 @pytest.mark.parametrize("encoder_decoder", [False, True])
-def test_room_for_a_target_is_what_its_answer_really_needs(limit: int, encoder_decoder: bool) -> None:
+def test_room_for_a_target_fits_the_encoded_answer(limit: int, encoder_decoder: bool) -> None:
     served = model(encoder_decoder=encoder_decoder)
     selection = explaining.select(served, call(heads=(0,)))
     prompt = (BOS, *spell("abc"))

@@ -29,7 +29,7 @@ def _nothing_set_aside() -> Iterator[None]:
     gc.unfreeze()
 
 
-def test_what_was_set_aside_is_left_out_of_collections_but_for_those_on_demand() -> None:
+def test_frozen_objects_are_skipped_by_collections_except_on_demand() -> None:
     known, later = Cycle(), Cycle()
     garbage.set_aside()
     new = Cycle()
@@ -44,12 +44,12 @@ def test_what_was_set_aside_is_left_out_of_collections_but_for_those_on_demand()
     assert found[1]() is not None, "what is left is set aside again"
 
 
-def test_nothing_is_set_aside_where_nothing_was() -> None:
+def test_nothing_is_frozen_again_if_nothing_was() -> None:
     garbage.collect()
     assert gc.get_freeze_count() == 0
 
 
-def test_a_server_sets_aside_what_is_there_when_it_serves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_server_freezes_its_objects_when_it_serves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def serve(config: ServeConfig, announce: Callable[[Ready], None]) -> int:
         announce(Ready(Endpoint(config.host, 1, None), {}, {}))
         return 0

@@ -10,7 +10,7 @@ _GLIBC = "glibc 2.36"
 _ON_REQUEST = "always [madvise] never"
 
 
-def test_the_tunable_is_added_to_what_is_there() -> None:
+def test_the_tunable_is_added_to_others() -> None:
     assert environment_for_huge_pages({"HOME": "/"}, _GLIBC, _ON_REQUEST) == {
         "HOME": "/",
         "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",

@@ -8,12 +8,13 @@ import sys
 import threading
 from types import SimpleNamespace
 
+import grpc
 import pytest
 from opentelemetry.metrics import NoOpMeterProvider
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.trace import NoOpTracerProvider
+from opentelemetry.trace import NoOpTracerProvider, StatusCode
 
 from service.config import Telemetry
 from service.engine.types import FinishReason, RequestTimings
@@ -46,6 +47,13 @@ def test_environment_that_the_sdk_cannot_use_is_refused_at_start(monkeypatch: py
         open_tracer(Telemetry.TRACES, "http://127.0.0.1:1")
 
 
+def exporting() -> tuple[TracerProvider, InMemorySpanExporter]:
+    exporter = InMemorySpanExporter()
+    tracers = TracerProvider(shutdown_on_exit=False)
+    tracers.add_span_processor(SimpleSpanProcessor(exporter))
+    return tracers, exporter
+
+
 def context(peer: str) -> SimpleNamespace:
     """A call's, as gRPC gives it."""
     return SimpleNamespace(invocation_metadata=lambda: None, peer=lambda: peer)
@@ -54,9 +62,7 @@ def context(peer: str) -> SimpleNamespace:
 def test_engines_times_are_put_on_the_wall_clock_by_the_offset_of_the_calls_begin(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    exporter = InMemorySpanExporter()
-    tracers = TracerProvider(shutdown_on_exit=False)
-    tracers.add_span_processor(SimpleSpanProcessor(exporter))
+    tracers, exporter = exporting()
     tracer = OtelTracer(tracers, NoOpMeterProvider())
     # The wall clock is set back by an hour while the call runs: the spans of the call stay together.
     walls = iter([5_000_000_000_000, 1_400_000_000_000])
@@ -89,6 +95,17 @@ def test_engines_times_are_put_on_the_wall_clock_by_the_offset_of_the_calls_begi
     }
 
 
+def test_status_is_an_error_of_the_span_only_if_the_server_is_at_fault() -> None:
+    tracers, exporter = exporting()
+    for code in grpc.StatusCode:
+        OtelTracer(tracers, NoOpMeterProvider()).call("s/M", context(""), has_many=False).ended(code.name, "words")
+    spans = {dict(span.attributes or {})["rpc.response.status_code"]: span for span in exporter.get_finished_spans()}
+    failed = {code for code, span in spans.items() if span.status.status_code is StatusCode.ERROR}
+    at_fault = {"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"}
+    assert failed == at_fault, "as the semantic conventions for gRPC have it"
+    assert {code for code, span in spans.items() if "error.type" in (span.attributes or {})} == set(spans) - {"OK"}
+
+
 @pytest.mark.parametrize(
     ("peer", "address"),
     [
@@ -100,15 +117,13 @@ def test_engines_times_are_put_on_the_wall_clock_by_the_offset_of_the_calls_begi
     ],
 )
 def test_peer_is_an_address_and_a_port(peer: str, address: dict[str, object]) -> None:
-    exporter = InMemorySpanExporter()
-    tracers = TracerProvider(shutdown_on_exit=False)
-    tracers.add_span_processor(SimpleSpanProcessor(exporter))
+    tracers, exporter = exporting()
     OtelTracer(tracers, NoOpMeterProvider()).call("s/M", context(peer), has_many=False).ended("OK", "")
     (span,) = exporter.get_finished_spans()
     assert {name: value for name, value in (span.attributes or {}).items() if name.startswith("network.")} == address
 
 
-async def test_export_that_takes_too_long_is_given_up_at_the_end() -> None:
+async def test_slow_export_is_aborted_at_the_end() -> None:
     given_up, is_over, is_quick = threading.Event(), threading.Event(), threading.Event()
 
     def export() -> None:
@@ -133,4 +148,4 @@ async def test_export_that_is_done_in_time_is_left_alone() -> None:
 def test_request_that_no_call_asked_for_is_not_traced() -> None:
     tracer = OtelTracer(NoOpTracerProvider(), NoOpMeterProvider())
     trace = contextvars.Context().run(tracer.request, "fake")
-    assert trace is NoTracer().request("fake")
+    assert isinstance(trace, NoTracer)
