@@ -509,7 +509,7 @@ def test_quality_refuses_what_cannot_be_compared() -> None:
     with pytest.raises(RuntimeError, match="another model"):
         quality.measure(settings, Run())
     with pytest.raises(RuntimeError, match="there is no measure for that"):
-        quality.measure(replace(settings, artifacts=(folder,)), Run())
+        quality.measure(dataclasses.replace(settings, artifacts=(folder,)), Run())
 
 
 def test_steps_of_graphs_are_timed_side_by_side_and_the_environment_is_left_alone(
