@@ -69,8 +69,8 @@ faults: $(STAMP) .kernels ## all faults in their long form, some forty minutes: 
 	$(BIN)/python -m pytest tests/unit/service/repository/test_model_life.py -p no:randomly --hypothesis-profile long --hypothesis-show-statistics --timeout 3600
 
 soak: $(STAMP) .kernels ## ten minutes of load with cancels, then the same with a leak that must be found
-	$(BIN)/python -m benchmarks.soak $(SOAK)
-	$(BIN)/python -m benchmarks.soak --leak-mb-per-hour 20 $(SOAK)
+	$(BIN)/python -m benchmarks run soak $(SOAK)
+	$(BIN)/python -m benchmarks run soak --leak-mb-per-hour 20 $(SOAK)
 
 # In the file's order: its last tests replace the replicas that the others share.
 ray: $(STAMP) .kernels ## install Ray Serve into an environment of its own (half a gigabyte) and try the server on it

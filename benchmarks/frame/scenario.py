@@ -29,8 +29,6 @@ from loadtest.machine import describe
 
 BUILD = Path("build/bench")
 DOCS = Path("docs/results")
-DATA = "data"
-"""Folder for data and pictures beside the documents."""
 
 
 def option(
@@ -167,17 +165,16 @@ class Scenario(Generic[_Settings]):
         return int(self.must_hold and not results["passed"])
 
     def write(self, results: Results, folder: Path, command: str) -> None:
-        """Writes document, data and picture."""
-        data = folder / DATA
-        data.mkdir(parents=True, exist_ok=True)
+        """Writes document, data and picture, side by side."""
+        folder.mkdir(parents=True, exist_ok=True)
         kept = {key: value for key, value in results.items() if key not in self.picture_only}
         text = json.dumps(kept, indent=1, allow_nan=False)
-        (data / f"{self.name}.json").write_text(text + "\n", encoding="utf-8")
+        (folder / f"{self.name}.json").write_text(text + "\n", encoding="utf-8")
         if self.draw is not None:
-            (data / f"{self.name}.svg").write_text(self.draw(results), encoding="utf-8")
+            (folder / f"{self.name}.svg").write_text(self.draw(results), encoding="utf-8")
         if self.render is not None:
             trial = "**A quick run, to see that it works: its figures say nothing.**\n\n" * results["is_quick"]
-            picture = f"![{self.caption}]({DATA}/{self.name}.svg)\n\n" if self.draw is not None else ""
+            picture = f"![{self.caption}]({self.name}.svg)\n\n" if self.draw is not None else ""
             document = f"{self.render(results).rstrip()}\n\n{picture}{trial}Measured by `{command}`.\n"
             (folder / f"{self.name}.md").write_text(document, encoding="utf-8")
 

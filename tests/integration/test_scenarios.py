@@ -36,6 +36,7 @@ from benchmarks.scenarios import (
     goodput,
     interference,
     loading,
+    observe,
     prediction,
     prefix,
     scaling_out,
@@ -67,7 +68,7 @@ def written(scenario: Any, settings: Any, found: dict[str, Any], folder: Path) -
     about = {"settings": given, "machine": {"processor": "p", "cores": 2}, "is_quick": True}
     scenario.write(about | found, folder / "written", "the command")
     if scenario.draw is not None:
-        assert "<svg" in (folder / "written" / "data" / f"{scenario.name}.svg").read_text(encoding="utf-8")
+        assert "<svg" in (folder / "written" / f"{scenario.name}.svg").read_text(encoding="utf-8")
     return (folder / "written" / f"{scenario.name}.md").read_text(encoding="utf-8")
 
 
@@ -266,6 +267,12 @@ def test_host_measures_the_steps_in_which_all_decode(
     for found in batches.values():
         assert found["run_seconds"] > 0
         assert 0 < found["host_share"] < 1
+
+
+def test_observability_is_measured() -> None:
+    found = observe.measure(observe.ObserveSettings(steps=64, repeats=1), Run())
+    assert found["kept_bytes"] > found["json_bytes"] / 100 > 0
+    assert all(found[name] > 0 for name in ("step_seconds", "untraced_call_seconds", "traced_call_seconds"))
 
 
 # What they stand on.

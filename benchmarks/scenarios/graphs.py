@@ -1,35 +1,30 @@
-"""How long one step of a decoder graph takes: artifacts side by side, by our kernels and by standard operators.
+"""Seconds of one step of a decoder graph: artifacts side by side, by our kernels and by standard operators.
 
-    python -m benchmarks.graphs ARTEFACT... [--threads N] [--rounds N] [--prefill TOKENS:CHUNK...]
-        [--decode ROWS:PAST...] [--variants kernels standard plain] [--profile]
-
-`kernels` computes the project's own operators by its kernels (docs/kernels.md), `standard` by the operators that they
-stand for, `plain` likewise without ONNX Runtime's flash attention. Each system takes its turn in every round, in an
-order drawn anew, so that what else the machine does falls on all alike; the figure is the median of the rounds in
-milliseconds. With one thread it is the thread's own CPU time, which a busy machine disturbs least, with more the time
-on the clock. Decoder-only artifacts; K/V is random. With `--profile` it also lists what operators take of it, by
-ONNX Runtime's own profiler in runs of their own, which it slows down a little. Progress goes to stderr; the last line
-of stdout is one JSON object.
+`kernels` computes the project's own operators by its kernels (docs/kernels.md), `standard` by the standard operators
+in their bodies, `plain` likewise without ONNX Runtime's flash attention. Figures are medians of interleaved rounds in
+milliseconds: with one thread the thread's CPU time, which a busy machine disturbs least, with more the wall clock.
+Decoder-only artifacts; K/V is random. `--profile` adds milliseconds by operator, from ONNX Runtime's profiler in runs
+of their own.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import random
 import statistics
-import sys
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.frame.rounds import say, shuffled
+from benchmarks.frame.scenario import Run, Scenario, Settings, option
 from model import kernels
 from model.spec import artifact
 from model.spec.artifact import DECODER, ArtifactError, Manifest
@@ -37,69 +32,74 @@ from model.spec.config import Positions
 from service.engine.sessions.session import Array, Binding, GraphSession, SessionOptions
 
 NO_FLASH = "ORT_GQA_DISABLE_FLASH_ATTENTION"
-"""What ONNX Runtime 1.31 reads when a session is created, and has no session option for."""
+"""ONNX Runtime 1.31 reads it when it creates a session; there is no session option."""
 
 _VARIANTS = ("kernels", "standard", "plain")
 _REPEATS = 4  # decoding steps are short
 Timed = Callable[[], float]
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Measures and prints; 0, or 2 when an artifact cannot be measured."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.graphs", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("artifacts", type=Path, nargs="+", metavar="ARTEFACT")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--prefill", type=_pair, nargs="*", default=[(512, 256), (1024, 256)], metavar="TOKENS:CHUNK")
-    parser.add_argument("--decode", type=_pair, nargs="*", default=[(1, 128), (8, 128), (32, 128)], metavar="ROWS:PAST")
-    parser.add_argument("--variants", nargs="+", choices=_VARIANTS, default=list(_VARIANTS))
-    parser.add_argument("--profile", action="store_true", help="tell what operators take")
-    given = parser.parse_args(arguments)
-    if "kernels" in given.variants and not kernels.operators():
-        print(f"no kernels to time: {kernels.why_not() or 'this processor can run none'}", file=sys.stderr)
-        return 2
-    rows = max((rows for rows, _ in given.decode), default=1)
-    capacity = max([past + 1 for _, past in given.decode] + [tokens for tokens, _ in given.prefill], default=1)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphsSettings(Settings):
+    """What is timed: prompts as TOKENS:CHUNK, decode steps as ROWS:PAST."""
+
+    precision: str = option("")
+    artifacts: tuple[Path, ...] = option(text="decoder-only artifacts")
+    threads: int = option(1, "within an operator", least=1)
+    rounds: int = option(7, "of all graphs", least=1, quick=1)
+    prefill: tuple[str, ...] = option(("512:256", "1024:256"), "TOKENS:CHUNK")
+    decode: tuple[str, ...] = option(("1:128", "8:128", "32:128"), "ROWS:PAST")
+    variants: tuple[str, ...] = option(_VARIANTS, "of each artifact", choices=_VARIANTS)
+    profile: bool = option(False, "list operators' milliseconds")  # noqa: FBT003
+
+
+def measure(settings: GraphsSettings, _: Run) -> dict[str, Any]:
+    """Every case on every graph.
+
+    Raises:
+        RuntimeError: if an artifact cannot be timed.
+    """
+    if "kernels" in settings.variants and not kernels.operators():
+        raise RuntimeError(f"no kernels to time: {kernels.why_not() or 'this processor can run none'}")
+    cases = [(kind, *_pair(text)) for kind in ("prefill", "decode") for text in getattr(settings, kind)]
+    rows = max((first for kind, first, _ in cases if kind == "decode"), default=1)
+    capacity = max((second + 1 if kind == "decode" else first for kind, first, second in cases), default=1)
     graphs: dict[str, Graph] = {}
     try:
-        for folder in given.artifacts:
+        for folder in settings.artifacts:
             manifest = artifact.load(folder)
-            for variant in given.variants:
-                graphs[f"{folder} {variant}"] = Graph(folder, manifest, given.threads, rows, capacity, variant)
+            for variant in settings.variants:
+                graphs[f"{folder} {variant}"] = Graph(folder, manifest, settings.threads, rows, capacity, variant)
     except (ArtifactError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 2
+        raise RuntimeError(str(error)) from error
     found, shares = {}, {}
-    for kind, cases in (("prefill", given.prefill), ("decode", given.decode)):
-        for first, second in cases:
-            case = f"{kind} {first}:{second}"
-            runs = {name: getattr(graph, kind)(first, second) for name, graph in graphs.items()}
-            found[case] = figures = measure(runs, given.rounds)
-            print(f"{case} {figures}", file=sys.stderr, flush=True)
-            if given.profile:
-                sizes = given.threads, rows, capacity
-                shares[case] = figures_by_operator = {
-                    f"{folder} {variant}": profile(folder, sizes, variant, (kind, first, second), given.rounds)
-                    for folder in given.artifacts
-                    for variant in given.variants
-                }
-                print(f"{case} {figures_by_operator}", file=sys.stderr, flush=True)
-    told = {"threads": given.threads, "rounds": given.rounds, "milliseconds": found}
-    print(json.dumps(told | ({"operators": shares} if given.profile else {})))
-    return 0
+    for kind, first, second in cases:
+        case = f"{kind} {first}:{second}"
+        runs = {name: getattr(graph, kind)(first, second) for name, graph in graphs.items()}
+        found[case] = time_all(runs, settings.rounds)
+        say(f"{case} {found[case]}")
+        if settings.profile:
+            sizes = settings.threads, rows, capacity
+            shares[case] = {
+                f"{folder} {variant}": profile(folder, sizes, variant, (kind, first, second), settings.rounds)
+                for folder in settings.artifacts
+                for variant in settings.variants
+            }
+            say(f"{case} {shares[case]}")
+    return {"milliseconds": found, **({"operators": shares} if settings.profile else {})}
 
 
 def profile(
     folder: Path, sizes: tuple[int, int, int], variant: str, case: tuple[str, int, int], rounds: int
 ) -> dict[str, float]:
-    """Median milliseconds by operator, and `between` them, of what `case` is: a prompt, or a step of decoding.
+    """Median milliseconds by operator, and `between` them, of a case.
 
     Args:
         folder: the artifact.
         sizes: threads, rows and capacity, as `Graph` has them.
         variant: as `Graph` has it.
-        case: the name of a method of `Graph`, and what it is given.
-        rounds: how often, after one that does not count.
+        case: a method of `Graph` and its arguments.
+        rounds: after a warm-up.
     """
     kind, first, second = case
     with tempfile.TemporaryDirectory() as scratch:
@@ -117,8 +117,8 @@ def by_operator(events: Sequence[Mapping[str, Any]], num_runs: int, num_warming:
 
     Args:
         events: as ONNX Runtime writes them, in microseconds.
-        num_runs: how many runs of the graph make one of what is told.
-        num_warming: how many of these at the start do not count.
+        num_runs: runs of the graph for each case.
+        num_warming: of these at the start do not count.
     """
     runs = sorted((each["ts"], each["dur"]) for each in events if each["name"] == "model_run")
     nodes = sorted(
@@ -140,33 +140,31 @@ def by_operator(events: Sequence[Mapping[str, Any]], num_runs: int, num_warming:
     return {name: round(medians[name], 3) for name in sorted(medians, key=medians.__getitem__, reverse=True)}
 
 
-def measure(runs: Mapping[str, Timed], rounds: int) -> dict[str, float]:
-    """Median milliseconds by name, after one turn that does not count."""
+def time_all(runs: Mapping[str, Timed], rounds: int) -> dict[str, float]:
+    """Median milliseconds by name, after a warm-up."""
     for run in runs.values():
         run()
     times: dict[str, list[float]] = {name: [] for name in runs}
-    names, order = list(runs), random.Random(0)  # noqa: S311 (not for secrets)
-    for _ in range(rounds):
-        order.shuffle(names)
-        for name in names:
+    for number in range(rounds):
+        for name in shuffled(runs, number):
             times[name].append(runs[name]())
     return {name: round(1e3 * statistics.median(seconds), 2) for name, seconds in times.items()}
 
 
 class Graph:
-    """One decoder, loaded, with buffers of its own.
+    """A decoder with buffers of its own.
 
     Args:
         folder: a decoder-only artifact.
         manifest: its manifest.
         threads: within an operator.
-        rows: how many sequences decode together at most.
-        capacity: how long one may be.
+        rows: sequences that decode together at most.
+        capacity: tokens of a sequence at most.
         variant: "kernels", "standard" or "plain", as above.
-        profile: where a profile of all runs goes, if one is wanted; see `end_profile`.
+        profile: file for a profile of all runs, see `end_profile`.
 
     Raises:
-        ValueError: when the model is an encoder-decoder, or its context is shorter than `capacity`.
+        ValueError: if the model is an encoder-decoder, or its context is shorter than `capacity`.
     """
 
     def __init__(
@@ -183,7 +181,7 @@ class Graph:
         if config.is_encoder_decoder or config.context < capacity:
             raise ValueError(f"{folder}: needs a decoder-only model with a context of {capacity} or more")
         with _flash_attention(variant != "plain"):
-            # Other graphs' threads must not be found spinning on the cores.
+            # Other graphs' threads must not spin on the cores.
             own_kernels = variant == "kernels"
             options = SessionOptions(
                 intra_op_threads=threads, stop_spinning=True, own_kernels=own_kernels, profile=profile
@@ -211,7 +209,7 @@ class Graph:
         return lambda: self._time(bindings) / _REPEATS
 
     def end_profile(self) -> Path:
-        """Where the profile of all runs so far lies."""
+        """The profile of all runs so far."""
         return self._session.end_profile()
 
     def _time(self, bindings: Sequence[Binding]) -> float:
@@ -238,7 +236,7 @@ class Graph:
 
 @contextmanager
 def _flash_attention(allowed: bool) -> Iterator[None]:  # noqa: FBT001 (it has no other argument)
-    environ = os.environ  # noqa: TID251 — a library's own switch, not our configuration
+    environ = os.environ  # noqa: TID251 (a library's switch)
     before = environ.pop(NO_FLASH, None)
     environ.update({} if allowed else {NO_FLASH: "1"})
     try:
@@ -253,5 +251,4 @@ def _pair(text: str) -> tuple[int, int]:
     return int(first), int(second)
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+SCENARIO = Scenario(__name__, GraphsSettings, measure)

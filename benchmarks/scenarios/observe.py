@@ -1,26 +1,22 @@
-"""What it costs to be watched: a step for the flight recorder, taking its log, a traced call beside an untraced one.
+"""Cost of observability: a step for the flight recorder, taking its log, a traced call beside an untraced one.
 
-    python -m benchmarks.observe [--steps 8192] [--repeats 7]
-
-Nothing runs but the watching: the numbers of steps and the times of requests are made up. A traced call is one that is
-sampled, with all its spans and metrics, as far as the event loop pays for it; exporting is another thread's. Seconds
-are the least of the repeats. The last line of stdout is one JSON object.
+Only the recorder and tracer run; steps and requests are made up. A traced call is sampled, with all spans and metrics,
+as far as the event loop pays for it; another thread exports. Seconds are the least of the repeats.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 import time
 import tracemalloc
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
 
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace import TracerProvider
 
+from benchmarks.frame.scenario import Run, Scenario, option
 from service.engine.types import FinishReason, GenerationRequest, RequestTimings, StepOutput, StepStats
 from service.telemetry.debug import encode
 from service.telemetry.metrics import RequestRecord
@@ -34,7 +30,7 @@ _CALLS = 2000
 
 
 class _Context:
-    """What a call of a client that traces looks like."""
+    """A call with a trace context."""
 
     def invocation_metadata(self) -> Iterable[tuple[str, str | bytes]]:
         """Its metadata."""
@@ -45,30 +41,32 @@ class _Context:
         return "ipv4:127.0.0.1:50000"
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Measures and prints."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.observe", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=8192, help="steps and requests that the recorder keeps")
-    parser.add_argument("--repeats", type=int, default=7)
-    given = parser.parse_args(arguments)
-    found = measure_recorder(given.steps, given.repeats)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObserveSettings:
+    """What is measured."""
+
+    steps: int = option(8192, "steps and requests that the recorder keeps", least=1, quick=256)
+    repeats: int = option(7, "the least counts", least=1, quick=2)
+
+
+def measure(settings: ObserveSettings, _: Run) -> dict[str, Any]:
+    """The recorder, then calls."""
+    found = measure_recorder(settings.steps, settings.repeats)
     meters = MeterProvider([InMemoryMetricReader()], shutdown_on_exit=False)
     traced = OtelTracer(TracerProvider(shutdown_on_exit=False), meters)
-    found["untraced_call_seconds"] = measure_calls(NoTracer(), given.repeats)
-    found["traced_call_seconds"] = measure_calls(traced, given.repeats)
-    print(json.dumps({"steps": given.steps, **found}))
-    return 0
+    found["untraced_call_seconds"] = measure_calls(NoTracer(), settings.repeats)
+    found["traced_call_seconds"] = measure_calls(traced, settings.repeats)
+    return {"steps": settings.steps, **found}
 
 
 def measure_recorder(num_steps: int, repeats: int) -> dict[str, float]:
-    """Seconds of one step, of taking a full log and of the longest stretch of encoding it; bytes of both."""
+    """Seconds of a step, of taking a full log, of the longest stretch of encoding it; bytes of both."""
     outputs = [StepOutput((), _stats(number)) for number in range(num_steps)]
     records = [_record(float(number)) for number in range(num_steps)]
     tracemalloc.start()
     recorder = FlightRecorder(num_steps)
     recorder.begin(_MODEL)
     for number in range(num_steps):
-        # Numbers of its own for each, as steps have.
         recorder.step_done(_MODEL, StepOutput((), _stats(number)), number * 0.01)
         recorder.request_ended(_MODEL, f"{number:032x}", _record(float(number)), 512)
     kept, _ = tracemalloc.get_traced_memory()
@@ -102,7 +100,7 @@ def measure_recorder(num_steps: int, repeats: int) -> dict[str, float]:
 
 
 def measure_calls(tracer: Tracer, repeats: int) -> float:
-    """Seconds that a tracer takes for one call with one request, from end to end."""
+    """A tracer's seconds for a call with one request."""
     context, record = _Context(), _record(time.monotonic())
 
     def calls() -> None:
@@ -158,5 +156,4 @@ def _record(arrival: float) -> RequestRecord:
     )
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+SCENARIO = Scenario(__name__, ObserveSettings, measure)

@@ -1,36 +1,33 @@
-"""Are the served greedy tokens the reference's? Ask a running server, then let PyTorch judge every position.
+"""Whether served greedy tokens are the reference's: asks a running server, then PyTorch judges every position.
 
-Requests of ragged prompt and output lengths join and leave while others run. Each served output is then fed once,
+Requests of ragged prompt and output lengths join and leave while others run. Each served output is fed once,
 teacher-forced, through the cache-less reference: at every position the served token must be the reference's arg-max or
-as good as tied with it, and its log-probability the reference's. Works for both families and any checkpoint whose
-artifact is being served.
-
-    python -m benchmarks.faithfulness CHECKPOINT --model NAME --target HOST:PORT [--positions N]
+nearly tied with it, and its log-probability the reference's. Both families, any checkpoint whose artifact is served.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import dataclasses
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import grpc.aio
 import numpy as np
 import torch
 
+from benchmarks.frame.scenario import Run, Scenario, option
+from benchmarks.frame.streams import connected, greedy
 from model import checkpoint as checkpoints
 from model.nn import reference
 from model.spec.config import ModelConfig
-from onward.v1 import generation_pb2, generation_pb2_grpc
+from onward.v1 import generation_pb2 as pb
 
 
 @dataclass(frozen=True, slots=True)
 class ServedOutput:
-    """What the server answered to one greedy request: prompt or source ids, generated ids, their log-probabilities."""
+    """A greedy answer: prompt or source ids, generated ids, their log-probabilities."""
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -41,8 +38,8 @@ class ServedOutput:
 class Faithfulness:
     """`agreement` is the share of `positions` where the served token is the reference's arg-max.
 
-    `max_logprob_error` is in nats, over all positions. `worst_disagreement_margin` is the most by which the reference's
-    largest logit exceeds that of a served token: 0 where all agree, and no more than rounding where the rest are ties.
+    `max_logprob_error` is in nats, over all positions. `worst_disagreement_margin` is the largest difference between
+    the reference's best logit and a served token's: 0 where all agree, rounding where the rest are ties.
     """
 
     model: str
@@ -76,20 +73,12 @@ async def collect(
 ) -> list[ServedOutput]:
     """Sends the requests greedily, `concurrency` at a time, so that they join and leave a running batch."""
     gate = asyncio.Semaphore(concurrency)
-    async with grpc.aio.insecure_channel(target) as channel:
-        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+    async with connected(target) as stub:
 
         async def one(prompt: tuple[int, ...], length: int) -> ServedOutput:
+            wanted = pb.ResponseOptions(logprobs=0)
             async with gate:
-                response = await stub.Generate(
-                    generation_pb2.GenerateRequest(
-                        model=model,
-                        token_ids=generation_pb2.TokenIds(ids=prompt),
-                        sampling=generation_pb2.SamplingParams(temperature=0.0),
-                        stopping=generation_pb2.StoppingParams(max_tokens=length, ignore_eos=True),
-                        response=generation_pb2.ResponseOptions(logprobs=0),
-                    )
-                )
+                response = await stub.Generate(greedy(pb.GenerateRequest, prompt, length, model=model, response=wanted))
             (output,) = response.outputs
             if len(output.token_ids) != length:
                 raise RuntimeError(f"asked for {length} tokens, got {len(output.token_ids)}")
@@ -122,21 +111,24 @@ def judge(folder: Path, model: str, outputs: Sequence[ServedOutput]) -> Faithful
     return Faithfulness(model, len(outputs), positions, agreeing / positions, worst_error, worst_margin)
 
 
-def main() -> None:
-    """Measures one served model and prints the verdict as a JSON line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.faithfulness", description=__doc__.splitlines()[0])
-    parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--target", default="127.0.0.1:8001")
-    parser.add_argument("--positions", type=int, default=10_000)
-    parser.add_argument("--concurrency", type=int, default=24)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    config = checkpoints.load(arguments.checkpoint).config
-    requests = list(random_requests(config, arguments.positions, arguments.seed))
-    outputs = asyncio.run(collect(arguments.target, arguments.model, requests, arguments.concurrency))
-    print(json.dumps(dataclasses.asdict(judge(arguments.checkpoint, arguments.model, outputs))))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaithfulnessSettings:
+    """Which server is asked how much."""
+
+    checkpoint: Path = option(text="of the served model")  # noqa: RUF009 (a field)
+    model: str = option("", "by name")
+    target: str = option("127.0.0.1:8001", "HOST:PORT of the server")
+    positions: int = option(10_000, "tokens to judge", least=1, quick=200)
+    concurrency: int = option(24, "requests at a time", least=1)
+    seed: int = option(0, "of the requests")
 
 
-if __name__ == "__main__":
-    main()
+def measure(settings: FaithfulnessSettings, _: Run) -> dict[str, Any]:
+    """Asks and judges."""
+    config = checkpoints.load(settings.checkpoint).config
+    requests = list(random_requests(config, settings.positions, settings.seed))
+    outputs = asyncio.run(collect(settings.target, settings.model, requests, settings.concurrency))
+    return dataclasses.asdict(judge(settings.checkpoint, settings.model, outputs))
+
+
+SCENARIO = Scenario(__name__, FaithfulnessSettings, measure)
