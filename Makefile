@@ -78,7 +78,7 @@ ray: $(STAMP) .kernels ## install Ray Serve into an environment of its own (half
 	$(RAY)/bin/python $(PIP_INSTALL) --editable onward --editable '.[cpu,ray]'
 	$(BIN)/python -m pytest -p no:randomly tests/faults/test_ray.py
 
-gpu-check: ## check and measure all that needs CUDA, in the present interpreter (GPU="--only parity", GPU="--device cpu")
+gpu-check: ## check and measure all that needs CUDA, in the present interpreter (GPU="--only parity" or "--device cpu")
 	@$(PYTHON) -m model.kernels --if-possible
 	$(PYTHON) -m benchmarks.gpu_check $(GPU)
 

@@ -197,16 +197,19 @@ class Scenario(Generic[_Settings]):
         parser.add_argument("--quick", action="store_true", default=False, help="small: to see that it works")
         if self.is_resumable:
             parser.add_argument("--resume", action="store_true", default=False, help="continue the last run's journal")
+        parser.add_argument(
+            "--build", type=Path, default=BUILD, help=f"folder for weights and results (default: {BUILD})"
+        )
         if self.render is not None:
-            text = f"write the document into {DOCS}, not {BUILD}"
+            text = f"write the document into {DOCS}, not into --build"
             parser.add_argument("--docs", action="store_true", default=False, help=text)
         given = vars(parser.parse_args(arguments))
-        is_quick, resume, docs = (given.pop(name, False) for name in ("quick", "resume", "docs"))
+        is_quick, resume, docs, build = (given.pop(name, False) for name in ("quick", "resume", "docs", "build"))
         values = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
         if is_quick:
             small = {each.name: each.metadata.get("quick") for each in fields(self.settings)}  # type: ignore[arg-type]
             values = {name: value for name, value in small.items() if value is not None} | values
-        return self.settings(**values), Run(BUILD, is_quick, resume), DOCS if docs else BUILD
+        return self.settings(**values), Run(build, is_quick, resume), DOCS if docs else build
 
 
 def load(name: str) -> Scenario[Any]:
