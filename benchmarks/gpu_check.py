@@ -104,7 +104,7 @@ def run_part(command: Sequence[str], seconds: float) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(lines[-1]) if lines and lines[-1].startswith("{") else {}
     # A part that was measured and whose promise does not hold says so itself; a row without a value is a failure.
     rows = found.get("rows", [])
-    is_measured = not why and found.get("passed", True) and all(row["value"] is not None for row in rows)
+    is_measured = bool(not why and found.get("passed", True) and all(row["value"] is not None for row in rows))
     return {"passed": is_measured, "why": why, "seconds": round(time.monotonic() - began, 1), "found": found}
 
 
@@ -128,12 +128,12 @@ def promises(rows: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
             found.get((system, "decode", batch, 128), {}).get("value") for system in ("onward-engine", "transformers")
         )
         what = f"batch {batch} decodes faster than compiled transformers"
-        kept[what] = ours is not None and theirs is not None and ours > theirs
+        kept[what] = bool(ours and theirs and ours > theirs)
     return kept
 
 
 def _is_small(options: argparse.Namespace) -> bool:
-    return options.quick or options.device == "cpu"
+    return bool(options.quick or options.device == "cpu")
 
 
 def _say(text: str) -> None:
