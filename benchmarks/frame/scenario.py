@@ -85,14 +85,14 @@ class Run:
     is_quick: bool = False
     resume: bool = False
 
-    def subject(self, settings: ModelSettings, max_batch: int) -> Subject:
-        """The settings' model, exported.
+    def subject(self, settings: ModelSettings, max_batch: int, *flags: str) -> Subject:
+        """The settings' model, exported with these flags of the exporter.
 
         Raises:
             RuntimeError: if it cannot be made.
         """
         return models.make_subject(
-            settings.model, settings.precision, self.build, max_batch=max_batch, threads=settings.threads
+            settings.model, settings.precision, self.build, *flags, max_batch=max_batch, threads=settings.threads
         )
 
     def journal(self, name: str, head: Mapping[str, Any]) -> Journal:
