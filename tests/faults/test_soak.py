@@ -19,7 +19,7 @@ from tests.environment import ROOT, environment
 from tests.faults.process import MODELS
 
 MEGABYTE = 1e6
-# Megabytes an hour: so short a soak tells only what is far more than a young process grows by itself.
+# Megabytes an hour: a short soak only finds far more than the growth of a young process.
 LEAK = 9000.0
 SECONDS = np.arange(0, 600.0)
 QUIET = Still(held=0.0, descriptors=20, threads=12, tasks=5)
@@ -38,15 +38,15 @@ def test_a_leak_of_twice_the_limit_is_found_and_no_leak_is_not() -> None:
     for seed in range(50):
         for leak in (0.0, 2 * LIMIT_MB_PER_HOUR):
             found = slope(SECONDS, memory(leak, seed))
-            told = {
+            found_ = {
                 "mb_per_hour_low": found.low / MEGABYTE,
                 "mb_per_hour_high": found.high / MEGABYTE,
                 "problems": [],
                 "exit_status": 0,
             }
-            assert judge(told, leak) == ("leaks" if leak else "bounded", True), (seed, leak, found)
+            assert judge(found_, leak) == ("leaks" if leak else "bounded", True), (seed, leak, found)
             # And the other way round: the leak fails a server that should have none.
-            assert judge(told, 2 * LIMIT_MB_PER_HOUR - leak)[1] is False
+            assert judge(found_, 2 * LIMIT_MB_PER_HOUR - leak)[1] is False
 
 
 @pytest.mark.parametrize("likeness", [0.0, 0.9, 0.95])

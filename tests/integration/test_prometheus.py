@@ -64,10 +64,10 @@ def test_message_of_several_tokens_is_as_many_waits_of_equal_parts() -> None:
 
 def histograms(**quantiles: float) -> dict[str, Histogram]:
     """Of ten streams with eleven tokens each, as they are seen below."""
-    told = {"first token": 0.15, "between tokens": 0.15, "request": 0.7, **quantiles}
+    quantile = {"first token": 0.15, "between tokens": 0.15, "request": 0.7, **quantiles}
     counts = {"first token": 10.0, "between tokens": 100.0, "request": 10.0}
     return {
-        name: Histogram(BOUNDS, (0.0, 1.0, 2.0, 3.0, counts[name]), dict.fromkeys(clocks.SHARES, told[name]))
+        name: Histogram(BOUNDS, (0.0, 1.0, 2.0, 3.0, counts[name]), dict.fromkeys(clocks.SHARES, quantile[name]))
         for name in clocks.HISTOGRAMS
     }
 
