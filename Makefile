@@ -69,8 +69,8 @@ faults: $(STAMP) .kernels ## all faults in their long form, some forty minutes: 
 	$(BIN)/python -m pytest tests/unit/service/repository/test_model_life.py -p no:randomly --hypothesis-profile long --hypothesis-show-statistics --timeout 3600
 
 soak: $(STAMP) .kernels ## ten minutes of load with cancels, then the same with a leak that must be found
-	$(BIN)/python -m benchmarks.soak $(SOAK)
-	$(BIN)/python -m benchmarks.soak --leak-mb-per-hour 20 $(SOAK)
+	$(BIN)/python -m benchmarks run soak $(SOAK)
+	$(BIN)/python -m benchmarks run soak --leak-mb-per-hour 20 $(SOAK)
 
 # In the file's order: its last tests replace the replicas that the others share.
 ray: $(STAMP) .kernels ## install Ray Serve into an environment of its own (half a gigabyte) and try the server on it
@@ -78,7 +78,7 @@ ray: $(STAMP) .kernels ## install Ray Serve into an environment of its own (half
 	$(RAY)/bin/python $(PIP_INSTALL) --editable onward --editable '.[cpu,ray]'
 	$(BIN)/python -m pytest -p no:randomly tests/faults/test_ray.py
 
-gpu-check: ## check and measure all that needs CUDA, in the present interpreter (GPU="--only parity", GPU="--device cpu")
+gpu-check: ## check and measure all that needs CUDA, in the present interpreter (GPU="--only parity" or "--device cpu")
 	@$(PYTHON) -m model.kernels --if-possible
 	$(PYTHON) -m benchmarks.gpu_check $(GPU)
 

@@ -26,7 +26,7 @@ CAPACITY = "scaling-capacity"
 NOISY = 0.05
 """The share of the machine taken by others from which on a report says that its figures are doubtful."""
 BUILD = Path("build/scaling")
-DOCS = Path("docs")
+DOCS = Path("docs/results")
 TITLE = "The law: attention costs the square of the length"
 _CAPACITY_TITLE = "Capacity"
 

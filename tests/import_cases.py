@@ -1,4 +1,4 @@
-"""The cases of `benchmarks.imports`, several at a time: each is one thread's work, and most of it writing graphs.
+"""The cases of the `imports` benchmark, several at a time: each is one thread's work, and most of it writing graphs.
 
 Processes of their own, as torch's exporter holds the interpreter.
 """
@@ -13,15 +13,16 @@ from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
 
-from benchmarks import imports
-from benchmarks.imports import Case, Outcome
+from benchmarks.scenarios import imports
+from benchmarks.scenarios._import_cases import Case
+from benchmarks.scenarios.imports import Outcome
 
 _MAX_PROCESSES = 4
 
 
 @contextmanager
 def checking(cases: Iterable[tuple[Case, int]], workshop: Path) -> Iterator[dict[str, Future[Outcome]]]:
-    """What comes of each case by its name, in the order given; what nobody waited for is given up at the end.
+    """Outcomes by case, in the order given; those that no test waited for are canceled at the end.
 
     Args:
         cases: with the number of sources that beams are compared on.

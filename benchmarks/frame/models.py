@@ -51,7 +51,7 @@ class Subject:
             yield server
 
 
-def make_subject(source: str, precision: str, build: Path, *, max_batch: int, threads: int) -> Subject:
+def make_subject(source: str, precision: str, build: Path, *flags: str, max_batch: int, threads: int) -> Subject:
     """Exports a preset or recipe file with random weights, anew each time: the exporter may have changed.
 
     Raises:
@@ -60,7 +60,7 @@ def make_subject(source: str, precision: str, build: Path, *, max_batch: int, th
     folder = build / "scenarios" / Path(source).stem
     shutil.rmtree(folder / precision, ignore_errors=True)
     make_checkpoint(source, folder / "checkpoint")
-    return Subject(export(folder / "checkpoint", folder, precision), threads, max_batch)
+    return Subject(export(folder / "checkpoint", folder, precision, *flags), threads, max_batch)
 
 
 def make_checkpoint(source: str, folder: Path) -> None:
@@ -78,7 +78,7 @@ def artifact_folder(work: Path, precision: str) -> Path:
     return work / precision / _MODEL
 
 
-def export(checkpoint: Path, work: Path, precision: str) -> Path:
+def export(checkpoint: Path, work: Path, precision: str, *flags: str) -> Path:
     """Exports a checkpoint, unless the same exporter has done so; returns the artifact's folder.
 
     Raises:
@@ -95,7 +95,7 @@ def export(checkpoint: Path, work: Path, precision: str) -> Path:
     staged.mkdir(parents=True)
     weights, _, kv_bits = precision.partition(KV_BITS)
     more = ["--kv-cache", f"int{kv_bits}"] if kv_bits else []
-    run_module("export", str(checkpoint), "--out", str(staged / _MODEL), "--precision", weights, *more)
+    run_module("export", str(checkpoint), "--out", str(staged / _MODEL), "--precision", weights, *more, *flags)
     staged.rename(place.parent)
     stamp.write_text(_exporter(), encoding="utf-8")
     return place

@@ -10,14 +10,14 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 _RASTER_DOTS_PER_INCH = 150
-"""Of what is too much to be drawn point by point."""
+"""Of rasterized parts."""
 
 
 @contextmanager
 def drawing(name: str, width: float, height: float, *, font_size: float = 8.0) -> Iterator[tuple[Figure, io.StringIO]]:
-    """A figure of so many inches to draw on, and the stream that has it as SVG once the block is over.
+    """A figure in inches to draw on, and the stream that has it as SVG once the block ends.
 
-    The name tells the ids within from those of other pictures; letters are so many points high.
+    The name makes the ids within unique among pictures; `font_size` in points.
     """
     stream = io.StringIO()
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "font.size": font_size}):

@@ -29,8 +29,6 @@ from loadtest.machine import describe
 
 BUILD = Path("build/bench")
 DOCS = Path("docs/results")
-DATA = "data"
-"""Folder for data and pictures beside the documents."""
 
 
 def option(
@@ -87,14 +85,14 @@ class Run:
     is_quick: bool = False
     resume: bool = False
 
-    def subject(self, settings: ModelSettings, max_batch: int) -> Subject:
-        """The settings' model, exported.
+    def subject(self, settings: ModelSettings, max_batch: int, *flags: str) -> Subject:
+        """The settings' model, exported with these flags of the exporter.
 
         Raises:
             RuntimeError: if it cannot be made.
         """
         return models.make_subject(
-            settings.model, settings.precision, self.build, max_batch=max_batch, threads=settings.threads
+            settings.model, settings.precision, self.build, *flags, max_batch=max_batch, threads=settings.threads
         )
 
     def journal(self, name: str, head: Mapping[str, Any]) -> Journal:
@@ -167,17 +165,16 @@ class Scenario(Generic[_Settings]):
         return int(self.must_hold and not results["passed"])
 
     def write(self, results: Results, folder: Path, command: str) -> None:
-        """Writes document, data and picture."""
-        data = folder / DATA
-        data.mkdir(parents=True, exist_ok=True)
+        """Writes document, data and picture, side by side."""
+        folder.mkdir(parents=True, exist_ok=True)
         kept = {key: value for key, value in results.items() if key not in self.picture_only}
         text = json.dumps(kept, indent=1, allow_nan=False)
-        (data / f"{self.name}.json").write_text(text + "\n", encoding="utf-8")
+        (folder / f"{self.name}.json").write_text(text + "\n", encoding="utf-8")
         if self.draw is not None:
-            (data / f"{self.name}.svg").write_text(self.draw(results), encoding="utf-8")
+            (folder / f"{self.name}.svg").write_text(self.draw(results), encoding="utf-8")
         if self.render is not None:
             trial = "**A quick run, to see that it works: its figures say nothing.**\n\n" * results["is_quick"]
-            picture = f"![{self.caption}]({DATA}/{self.name}.svg)\n\n" if self.draw is not None else ""
+            picture = f"![{self.caption}]({self.name}.svg)\n\n" if self.draw is not None else ""
             document = f"{self.render(results).rstrip()}\n\n{picture}{trial}Measured by `{command}`.\n"
             (folder / f"{self.name}.md").write_text(document, encoding="utf-8")
 
@@ -200,16 +197,19 @@ class Scenario(Generic[_Settings]):
         parser.add_argument("--quick", action="store_true", default=False, help="small: to see that it works")
         if self.is_resumable:
             parser.add_argument("--resume", action="store_true", default=False, help="continue the last run's journal")
+        parser.add_argument(
+            "--build", type=Path, default=BUILD, help=f"folder for weights and results (default: {BUILD})"
+        )
         if self.render is not None:
-            text = f"write the document into {DOCS}, not {BUILD}"
+            text = f"write the document into {DOCS}, not into --build"
             parser.add_argument("--docs", action="store_true", default=False, help=text)
         given = vars(parser.parse_args(arguments))
-        is_quick, resume, docs = (given.pop(name, False) for name in ("quick", "resume", "docs"))
+        is_quick, resume, docs, build = (given.pop(name, False) for name in ("quick", "resume", "docs", "build"))
         values = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
         if is_quick:
             small = {each.name: each.metadata.get("quick") for each in fields(self.settings)}  # type: ignore[arg-type]
             values = {name: value for name, value in small.items() if value is not None} | values
-        return self.settings(**values), Run(BUILD, is_quick, resume), DOCS if docs else BUILD
+        return self.settings(**values), Run(build, is_quick, resume), DOCS if docs else build
 
 
 def load(name: str) -> Scenario[Any]:

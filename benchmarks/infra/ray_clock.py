@@ -1,7 +1,6 @@
 """`python -m benchmarks.infra.ray_clock --port P --http-port H`: clock servers as replicas on Ray Serve.
 
-With the ingress of `deploy.ray`, so that what `benchmarks.scaling_out` measures is that and not a model. Runs in Ray's
-own environment.
+With the ingress of `deploy.ray`, which `scaling_out` measures without a model. Runs in Ray's own environment.
 """
 
 from __future__ import annotations
@@ -24,26 +23,26 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Clock:
-    """The clock server's methods as Ray calls them: with requests as they are on the wire."""
+    """The clock server's methods as Ray calls them, with serialized requests."""
 
     def __init__(self) -> None:
         self._servicer = ClockServicer()  # type: ignore[abstract]
 
     async def Generate(self, request: bytes, grpc_context: Any) -> pb.GenerateResponse:  # noqa: N802 (the contract's)
-        """One output, at once."""
+        """As `ClockServicer`."""
         return await self._servicer.Generate(pb.GenerateRequest.FromString(request), grpc_context)
 
     async def GenerateStream(  # noqa: N802 (the contract's)
         self, request: bytes, grpc_context: Any
     ) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
-        """So many messages."""
+        """As `ClockServicer`."""
         asked = pb.GenerateStreamRequest.FromString(request)
         async for message in self._servicer.GenerateStream(asked, grpc_context):
             yield message
 
 
 def main() -> int:
-    """Serves until SIGTERM; says where on stdout."""
+    """Serves until SIGTERM; prints its address."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.infra.ray_clock")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--http-port", type=int, required=True)
@@ -57,11 +56,11 @@ def main() -> int:
         num_replicas=given.replicas, max_ongoing_requests=ingress.MAX_STREAMS, ray_actor_options={"num_cpus": 0.5}
     )
     ingress.run(replicas.bind())
-    told: queue.SimpleQueue[int] = queue.SimpleQueue()
+    received: queue.SimpleQueue[int] = queue.SimpleQueue()
     for number in _STOP_SIGNALS:
-        signal.signal(number, lambda number, _: told.put(number))
+        signal.signal(number, lambda number, _: received.put(number))
     print(f"listening on {_HOST}:{given.port}", flush=True)
-    told.get()
+    received.get()
     ingress.stop()
     return 0
 

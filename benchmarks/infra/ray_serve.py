@@ -1,7 +1,6 @@
-"""A real Ray Serve for as long as a measurement lasts: a child process in Ray's own environment, on free ports.
+"""A real Ray Serve: a child process in Ray's own environment (`make ray` installs it), on free ports.
 
-`make ray` installs that environment, which is too large for everybody's. Only one can run on a machine at a time: Ray's
-HAProxy keeps its files and its own pages in fixed places. Knows nothing of what is asked through it.
+Only one can run on a machine at a time: Ray's HAProxy keeps its files in fixed places.
 """
 
 from __future__ import annotations
@@ -19,21 +18,21 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / "build" / "ray-venv" / "bin" / "python"
 REPLICA = "ray::ServeReplica:"
-"""How the titles of replicas begin."""
+"""Titles of replicas begin with it."""
 _STOP_SECONDS = 180.0
 _LAST_LINES = 30
 
 
 @dataclass(frozen=True, slots=True)
 class RayServe:
-    """A running one: the process that started it, where it takes calls ("host:port"), and what else it has said."""
+    """A running Ray Serve: the process that started it, where it takes calls ("host:port"), and its output."""
 
     process: subprocess.Popen[str]
     target: str
     said: list[str]
 
     def processes(self) -> Mapping[int, str]:
-        """All that it is made of, the one that started it among them: titles by process id."""
+        """Its process tree: titles by process id."""
         children: dict[int, list[int]] = {}
         for path in Path("/proc").glob("[0-9]*/stat"):
             try:
@@ -64,14 +63,14 @@ class RayServe:
 
 @contextmanager
 def on_ray(module: str, *words: str) -> Iterator[RayServe]:
-    """Has a module of ours start Ray Serve for the length of the block.
+    """Runs a module that starts Ray Serve until the block ends.
 
     Args:
-        module: it says that it is "listening on HOST:PORT", knows `--port` and `--http-port`, and ends at SIGTERM.
-        words: its command line besides.
+        module: prints "listening on HOST:PORT", takes `--port` and `--http-port`, ends at SIGTERM.
+        words: further arguments.
 
     Raises:
-        RuntimeError: when Ray is not installed or does not start.
+        RuntimeError: if Ray is not installed or does not start.
     """
     if not PYTHON.exists():
         raise RuntimeError("Ray is not installed: make ray")
@@ -81,7 +80,7 @@ def on_ray(module: str, *words: str) -> Iterator[RayServe]:
     both: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     with subprocess.Popen(command, text=True, cwd=ROOT, **both) as process:
         try:
-            assert process.stdout is not None  # noqa: S101 (PIPE was asked for; this tells the type checker)
+            assert process.stdout is not None  # noqa: S101 (PIPE was asked for; for the type checker)
             said: list[str] = []
             for line in process.stdout:
                 said.append(line)
@@ -90,7 +89,7 @@ def on_ray(module: str, *words: str) -> Iterator[RayServe]:
             else:
                 last = "".join(said[-_LAST_LINES:])
                 raise RuntimeError(f"Ray Serve ended before it was ready, exit code {process.wait()}: {last}")
-            # Its output must be read, or it would stop at a full pipe.
+            # Unread output would block it at a full pipe.
             threading.Thread(target=_keep, args=(process.stdout, said), daemon=True).start()
             yield RayServe(process, target, said)
         finally:

@@ -56,7 +56,7 @@ class CTranslate2:
         return [list(result.sequences_ids[0]) for result in results]
 
     def close(self) -> None:
-        """There is nothing that would outlive this process."""
+        """Nothing outlives this process."""
 
 
 if __name__ == "__main__":

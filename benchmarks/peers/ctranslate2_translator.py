@@ -1,11 +1,10 @@
 """CTranslate2's `Translator` on the very weights of one of our encoder-decoders, under requests that come one by one.
 
-The checkpoint is written as CTranslate2's own `TransformerSpec`, without a detour over somebody else's model classes:
-post-norm, LayerNorm, ReLU, biases, sinusoids given as a table, embeddings and head each of its own.
+The checkpoint is written as CTranslate2's own `TransformerSpec`: post-norm, LayerNorm, ReLU, biases, sinusoids as a
+table, untied embeddings and head.
 
-CTranslate2 has no continuous batching: what `translate_batch` is given runs until its last sentence has ended, and only
-sentences that ended leave. So a server around it must decide what goes into a call, and `Batching` says how this one
-does. That an output has a length of its own is forced by the callback, which ends one sentence of a batch.
+CTranslate2 has no continuous batching: a call of `translate_batch` runs until its last sentence ends. So a server
+around it must decide what goes into a call, as `Batching` says. The callback ends each sentence at its own length.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ _PARTS = {
 class Batching:
     """How waiting requests become calls.
 
-    `num_workers` calls run side by side on `threads / num_workers` threads each; a free one takes up to `max_batch` of
-    the waiting requests, those that came first or, `is_sorted`, those whose sources are longest. `is_padded` decodes
-    every sentence of a call as far as the longest one wants to go, for whoever has no callback.
+    `num_workers` calls run side by side on `threads / num_workers` threads each; a free worker takes up to `max_batch`
+    of the waiting requests, the first or, `is_sorted`, those with the longest sources. `is_padded` decodes every
+    sentence of a call to the longest output, as without a callback.
     """
 
     num_workers: int
@@ -55,7 +54,7 @@ class Batching:
 
 @dataclass
 class _Stream:
-    """Requests, at most `in_flight` of which have come and are not answered; a new one comes when one is answered."""
+    """Requests, at most `in_flight` of which are unanswered; a new one arrives when one is answered."""
 
     sources: Sequence[Sequence[str]]
     in_flight: int
@@ -68,7 +67,7 @@ class _Stream:
             self._come()
 
     def take(self, batching: Batching) -> list[int]:
-        """What the next call should hold; waits for requests, returns none when no more will come."""
+        """The next call's requests; waits for some, empty when no more will arrive."""
         with self.changed:
             while not self.waiting and self.num_come < len(self.sources):
                 self.changed.wait()
@@ -79,14 +78,14 @@ class _Stream:
             return taken
 
     def answer(self) -> None:
-        """One request has its answer, and whoever asked asks again."""
+        """A request is answered; the next one arrives."""
         with self.changed:
             if self.num_come < len(self.sources):
                 self._come()
             self.changed.notify_all()
 
     def stop(self) -> None:
-        """Nothing more will be taken: something failed."""
+        """Ends the stream after a failure."""
         with self.changed:
             self.waiting.clear()
             self.num_come = len(self.sources)
@@ -135,7 +134,7 @@ class CTranslate2Translator:
     def translate(
         self, sources: Sequence[Sequence[int]], lengths: Sequence[int], batching: Mapping[str, Any], in_flight: int
     ) -> list[list[int]]:
-        """Greedy outputs of the given lengths; so many requests are there at once, and no more are looked at."""
+        """Greedy outputs of the given lengths, with so many requests in flight."""
         how = Batching(**batching)
         self._use_workers(how.num_workers)
         stream = _Stream([[_word(token) for token in source] for source in sources], in_flight)
@@ -159,11 +158,11 @@ class CTranslate2Translator:
         answers: list[list[int]],
         failures: list[Exception],
     ) -> None:
-        """Calls until no more requests come."""
+        """Calls until no more requests arrive."""
         try:
             while taken := stream.take(batching):
                 self._call(taken, batching, stream, lengths, answers)
-        except Exception as error:  # the other workers would wait for ever
+        except Exception as error:  # the other workers would wait forever
             failures.append(error)
             stream.stop()
 
@@ -216,14 +215,14 @@ class CTranslate2Translator:
         self._num_workers = num_workers
 
     def close(self) -> None:
-        """There is nothing that would outlive this process."""
+        """Nothing outlives this process."""
 
 
 def make_spec(checkpoint: Path) -> Any:
     """CTranslate2's description of a checkpoint, with its weights.
 
     Raises:
-        ValueError: when it has parts that are not written here.
+        ValueError: if it has other parts.
     """
     from ctranslate2.specs.transformer_spec import TransformerSpec
 

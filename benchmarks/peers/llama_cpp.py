@@ -152,7 +152,7 @@ class LlamaCpp:
         return int(np.ctypeslib.as_array(logits, (self._num_logits,)).argmax())
 
     def close(self) -> None:
-        """There is nothing that would outlive this process."""
+        """Nothing outlives this process."""
 
 
 if __name__ == "__main__":

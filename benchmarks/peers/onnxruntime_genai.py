@@ -67,7 +67,7 @@ class OnnxRuntimeGenAI:
         return [generator.get_sequence(row)[ids.shape[1] :].tolist() for row in range(len(prompts))]
 
     def close(self) -> None:
-        """There is nothing that would outlive this process."""
+        """Nothing outlives this process."""
 
 
 if __name__ == "__main__":

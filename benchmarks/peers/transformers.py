@@ -16,7 +16,7 @@ class Transformers:
         self._model: Any = None
 
     def prepare(self) -> None:
-        """There is nothing to convert."""
+        """Nothing to convert."""
 
     def load(self) -> str:
         """Returns the version of transformers and of torch."""
@@ -46,7 +46,7 @@ class Transformers:
         return tokens
 
     def close(self) -> None:
-        """There is nothing that would outlive this process."""
+        """Nothing outlives this process."""
 
 
 if __name__ == "__main__":

@@ -16,10 +16,10 @@ class VLLM:
         self._llm: Any = None
 
     def prepare(self) -> None:
-        """There is nothing to convert."""
+        """Nothing to convert."""
 
     def load(self) -> str:
-        """Returns the version. Prefix caching is off: prompts are never repeated, and nobody else's are cached."""
+        """Returns the version. Prefix caching is off: prompts never repeat."""
         import vllm
 
         self._llm = vllm.LLM(
@@ -46,7 +46,7 @@ class VLLM:
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     def close(self) -> None:
-        """There is nothing that would outlive this process."""
+        """Nothing outlives this process."""
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from benchmarks.frame.tables import conditions, table
 NOISY = 0.05
 """Share of the machine taken by others from which a figure is marked."""
 
-# Okabe and Ito's colors, one for each system; hatching tells precisions apart.
+# Okabe and Ito's colors, one for each system; hatching for precisions.
 _COLORS = ("#0072B2", "#56B4E9", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#F0E442", "#000000")
 _HATCHES = {"fp32": "", "bf16": "//", "int8": "..", "int4": "xx", "int8-kv8": "oo", "int4-kv8": "++"}
 

@@ -70,6 +70,7 @@ class BenchSettings(Settings):
     rounds: int = option(3, "of all systems", least=1, quick=1)
     repeats: int = option(3, "timed calls per figure and round", least=1, quick=1)
     device: str = option("cpu", "cpu or cuda", choices=("cpu", "cuda"))
+    in_place: bool = option(False, "the systems of --device cuda, which need no installation")  # noqa: FBT003
     quality_prompts: int = option(4)
     quality_new: int = option(16)
     install_timeout: float = option(3600.0, "seconds to install a system", above=0.0)
@@ -352,43 +353,44 @@ def ratios_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     return ratios
 
 
-def make_weights(source: str, build: Path, *, is_fresh: bool, is_cuda: bool) -> Weights:
+def make_weights(source: str, build: Path, *, is_fresh: bool, is_in_place: bool) -> Weights:
     """A checkpoint with random weights from seed 0, and for the CPU's peers a Hugging Face folder; kept for later runs.
 
     Args:
         source: a preset's name or a recipe file.
         build: where they are kept.
         is_fresh: whether to discard systems' conversions.
-        is_cuda: whether all systems read our checkpoint.
+        is_in_place: whether all systems read our checkpoint.
 
     Raises:
         RuntimeError: if there is no such model, peers do not know it, or the weights cannot be made.
     """
     try:
         recipe = resolve(source)
-        if not is_cuda:
+        if not is_in_place:
             hf_folder.family(recipe.model)
     except ValueError as error:
         raise RuntimeError(str(error)) from error
     folder = build / "models" / f"{recipe.name}-{digest(recipe.model)}"
     checkpoint, hugging_face = folder / "checkpoint", folder / recipe.name
     make_checkpoint(source, checkpoint)
-    if not is_cuda and not (hugging_face / "config.json").exists():
+    if not is_in_place and not (hugging_face / "config.json").exists():
         hf_folder.write(checkpoint, hugging_face)
         is_fresh = True
     if is_fresh:
-        shutil.rmtree(build / "work" / ("cuda" if is_cuda else "cpu") / recipe.name, ignore_errors=True)
+        for device in ("cpu", "cuda"):
+            shutil.rmtree(build / "work" / device / recipe.name, ignore_errors=True)
     return Weights(config=recipe.model, checkpoint=checkpoint, hugging_face=hugging_face)
 
 
 def measure(settings: BenchSettings, run: Run) -> dict[str, Any]:
     """Prepares all systems, runs the rounds."""
-    is_cuda = settings.device == "cuda"
-    systems = CUDA_SYSTEMS if is_cuda else SYSTEMS
+    is_in_place = settings.in_place or settings.device == "cuda"
+    systems = CUDA_SYSTEMS if is_in_place else SYSTEMS
     if unknown := [name for name in settings.systems if name not in systems]:
         raise RuntimeError(f"on {settings.device} there is no {', '.join(unknown)}, there are {', '.join(systems)}")
     weights = {
-        Path(source).stem: make_weights(source, run.build, is_fresh=not run.resume, is_cuda=is_cuda)
+        Path(source).stem: make_weights(source, run.build, is_fresh=not run.resume, is_in_place=is_in_place)
         for source in settings.models
     }
     settings = replace(settings, models=tuple(weights), systems=settings.systems or tuple(systems))

@@ -1,10 +1,11 @@
-"""What loading a model does to running streams: waits between tokens before, and during load, reload and unload.
+"""What loading a model and `Explain` do to running streams: waits between tokens before, and during each call.
 
 Two measurements. Over gRPC, on a server of its own: streams run on one model while `LoadModel` loads a second one of
-the same size, `ReloadModel` replaces it and `UnloadModel` unloads it. "before" is every wait that ended before, the
-others are every wait that overlaps their call. And in a process of its own: each stage of loading on a thread, beside
-an asyncio task and a thread that only read the clock every millisecond. The longest silence of either is how long the
-stage holds the interpreter's lock, above the machine's own jitter, which is measured too.
+the same size, `ReloadModel` replaces it, `UnloadModel` unloads it, and `Explain` computes attention over a text; its
+first call loads the graph for that. "before" is every wait that ended before, the others are every wait that overlaps
+their call. And in a process of its own: each stage of loading on a thread, beside an asyncio task and a thread that
+only read the clock every millisecond. The longest silence of either is how long the stage holds the interpreter's
+lock, above the machine's own jitter, which is measured too.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from benchmarks.frame.streams import table as waits_table
 from benchmarks.frame.tables import conditions, milliseconds, subject, table
 from loadtest.child import run_module
 from model.spec.artifact import load
+from onward.v1 import generation_pb2
 from onward.v1 import model_pb2 as pb
 from onward.v1.generation_pb2_grpc import GenerationServiceStub
 from onward.v1.model_pb2_grpc import ModelServiceStub
@@ -55,6 +57,7 @@ class LoadingSettings(ModelSettings):
     repeats: int = option(5, "loads", least=1, quick=1)
     lead: int = option(16)
     window: int = option(128)
+    explained: int = option(64, "tokens of a text for Explain", least=2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,7 @@ class Timeline:
 
 def measure(settings: LoadingSettings, run: Run) -> dict[str, Any]:
     """Loads the model by itself, then amid streams."""
-    model = run.subject(settings, settings.streams)
+    model = run.subject(settings, settings.streams, "--explain-graph")
     folder = model.folder
     num_bytes = sum(path.stat().st_size for path in folder.iterdir())
     given = json.dumps({"folder": str(folder), "threads": settings.threads, "streams": settings.streams})
@@ -108,7 +111,8 @@ def render(results: Results) -> str:
         "# Loading amid running streams",
         "",
         f"{subject(results)}, {results['num_bytes'] / 1e6:.0f} MB, twice: {settings['streams']} streams on one, the "
-        f"other loaded, reloaded and unloaded {settings['repeats']} times; {conditions(results)}.",
+        f"other loaded, reloaded and unloaded {settings['repeats']} times, and Explain over {settings['explained']} "
+        f"tokens; {conditions(results)}.",
         "",
         *waits_table({"before": results["before"], **changes}, "the call took", took),
         "",
@@ -211,22 +215,31 @@ async def _follow(target: str, folder: Path, settings: LoadingSettings) -> Timel
     source = random.Random(settings.seed)  # noqa: S311 (not for secrets)
     prompts = (draw(source, config.vocab_size, settings.stream_prompt) for _ in itertools.count())
     room = config.context - settings.stream_prompt
-    changes: dict[str, list[Span]] = {"load": [], "reload": [], "unload": []}
+    half = settings.explained // 2
+    explain = generation_pb2.ExplainRequest(
+        model=folder.name,
+        token_ids=generation_pb2.TokenIds(ids=draw(source, config.vocab_size, half)),
+        target_token_ids=generation_pb2.TokenIds(ids=draw(source, config.vocab_size, settings.explained - half)),
+        layers=[config.num_layers - 1],
+    )
+    changes: dict[str, list[Span]] = {}
     async with grpc.aio.insecure_channel(target) as channel:
         generation, library = GenerationServiceStub(channel), ModelServiceStub(channel)
         calls: Mapping[str, Callable[[], Any]] = {
             "load": lambda: library.LoadModel(pb.LoadModelRequest(model=SECOND)),
             "reload": lambda: library.ReloadModel(pb.ReloadModelRequest(model=SECOND)),
             "unload": lambda: library.UnloadModel(pb.UnloadModelRequest(model=SECOND)),
+            "explain": lambda: generation.Explain(explain),
         }
         # One answer after the other: each is limited by the context.
         own = [prompts] * settings.streams
         async with running(generation, own, room, begun=settings.lead, model=folder.name) as answers:
             began = time.perf_counter()
             await asyncio.sleep(streams.PAUSE_SECONDS * max(1, settings.window // 32))
+            changes["first explain"] = [await timed(calls["explain"])]
             for _ in range(settings.repeats):
                 for name, call in calls.items():
-                    changes[name].append(await timed(call))
+                    changes.setdefault(name, []).append(await timed(call))
                     await pause(source)
     return Timeline(tuple(answers), began, changes)
 

@@ -12,13 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.soak import LIMIT_MB_PER_HOUR, Still, judge, problems, server_process, slope, soak, stop
+from benchmarks.frame.statistics import slope
+from benchmarks.scenarios.soak import LIMIT_MB_PER_HOUR, Still, judge, problems, server_process, soak, stop
 from tests.artifacts import tiny_artifact
 from tests.environment import ROOT, environment
 from tests.faults.process import MODELS
 
 MEGABYTE = 1e6
-# Megabytes an hour: so short a soak shows only what is far more than a young process grows by itself.
+# Megabytes an hour: a short soak only finds far more than the growth of a young process.
 LEAK = 9000.0
 SECONDS = np.arange(0, 600.0)
 QUIET = Still(held=0.0, descriptors=20, threads=12, tasks=5)
@@ -72,7 +73,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.soak import Resident
+from benchmarks.scenarios.soak import Resident
 from service.engine.kv.pages import Pages
 
 
@@ -110,7 +111,7 @@ def test_memory_for_keys_and_values_is_counted_apart() -> None:
     [
         ({"OK": 8, "CANCELLED": 2}, QUIET, []),
         ({"OK": 8, "CANCELLED": 2, "INTERNAL": 1}, QUIET, ["1 requests ended with INTERNAL"]),
-        ({"OK": 8}, QUIET, ["no request was cancelled"]),
+        ({"OK": 8}, QUIET, ["no request was canceled"]),
         ({"OK": 8, "CANCELLED": 2}, replace(QUIET, held=1.5), ["1.5 of requests and K/V are held at the end"]),
         ({"OK": 8, "CANCELLED": 2}, replace(QUIET, tasks=6), ["6 tasks at the end, 5 before"]),
         ({"OK": 8, "CANCELLED": 2}, replace(QUIET, descriptors=21), ["21 descriptors at the end, 20 before"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Mapping
@@ -317,3 +318,22 @@ def test_the_command_line_of_make_bench_is_kept() -> None:
     assert (settings.precisions, settings.rounds, settings.repeats) == (("int8", "int4-kv8"), 5, 1)
     assert (run.is_quick, run.resume) == (True, True)
     assert bench.SCENARIO.printed == ("rows", "ratios")
+
+
+def test_the_systems_of_a_card_are_measured_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Real systems, one process each, with a tiny model; the same command as on a card but for the device."""
+    recipe = tmp_path / "tiny.json"
+    sizes = {"vocab_size": 64, "context": 64, "d_model": 32, "num_layers": 1, "num_heads": 2, "d_ff": 32}
+    recipe.write_text(json.dumps({"model": {"architecture": "decoder-only", **sizes}}))
+    given = ["--models", str(recipe), "--in-place", "--precisions", "fp32", "--prompts", "16", "--batches", "1"]
+    given += ["--quick", "--threads", "1", "--build", str(tmp_path / "build")]
+    assert bench.SCENARIO.run([*given, "--new", "8", "--metrics", "prefill"]) == 0
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert set(said) == {"rows", "ratios"}
+    assert [(row["system"], row["metric"]) for row in said["rows"]] == [(name, "prefill") for name in CUDA_SYSTEMS]
+    for row in said["rows"]:
+        assert row["value"] > 0
+        assert row["roofline"] > 0
+        assert row["agreement"] > 0.9
+    assert said["ratios"]["tiny/fp32/prefill/1/16"]["onward-engine"] > 0
+    assert "onward-engine" in (tmp_path / "build" / "bench.md").read_text()

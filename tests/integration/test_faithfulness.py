@@ -7,8 +7,8 @@ import shutil
 
 import pytest
 
-from benchmarks import faithfulness
 from benchmarks.frame.servers import serving
+from benchmarks.scenarios import faithfulness
 from model import checkpoint
 from model.spec.config import Architecture
 from tests.artifacts import tiny_artifact

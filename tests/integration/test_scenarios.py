@@ -31,7 +31,6 @@ from benchmarks.peers.protocol import Options
 from benchmarks.peers.systems import InstallError
 from benchmarks.scenarios import (
     core_sharing,
-    explaining,
     fleet,
     goodput,
     interference,
@@ -67,7 +66,7 @@ def written(scenario: Any, settings: Any, found: dict[str, Any], folder: Path) -
     about = {"settings": given, "machine": {"processor": "p", "cores": 2}, "is_quick": True}
     scenario.write(about | found, folder / "written", "the command")
     if scenario.draw is not None:
-        assert "<svg" in (folder / "written" / "data" / f"{scenario.name}.svg").read_text(encoding="utf-8")
+        assert "<svg" in (folder / "written" / f"{scenario.name}.svg").read_text(encoding="utf-8")
     return (folder / "written" / f"{scenario.name}.md").read_text(encoding="utf-8")
 
 
@@ -105,7 +104,7 @@ def check_interference(results: dict[str, Any]) -> None:
 
 
 def check_loading(results: dict[str, Any]) -> None:
-    assert set(results["changes"]) == {"load", "reload", "unload"}
+    assert set(results["changes"]) == {"load", "reload", "unload", "first explain", "explain"}
     assert all(change["count"] >= 1 for change in results["changes"].values())
     assert set(results["stages"]) == set(loading.STAGES)
 
@@ -207,7 +206,8 @@ def test_a_scenario_is_measured_on_real_servers(
 ) -> None:
     if module is fleet:
         request.getfixturevalue("prometheus")
-    subject = Subject(place_artifact(tmp_path, "decoder-only", context=context), 1, max_batch)
+    explain = {"explain_graph": True} if module is loading else {}
+    subject = Subject(place_artifact(tmp_path, "decoder-only", context=context, **explain), 1, max_batch)
     monkeypatch.setattr(models, "make_subject", lambda *_, **__: subject)
     monkeypatch.setattr(streams, "PAUSE_SECONDS", 0.1)
     results = module.measure(settings, Run(tmp_path))
@@ -232,26 +232,6 @@ def test_predictions_of_a_real_server_are_measured_alone_and_under_load(tmp_path
             assert 0 <= found[when][way]["share_within"] <= 1
             assert found[when][way]["max"] >= found[when][way]["p50"] >= 0
     assert all(each["predicted"] > 0 and each["measured"] > 0 for each in found["requests"])
-
-
-def test_explain_is_measured_amid_streams_of_a_real_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def export(checkpoint: Path, out: Path, precision: str, *flags: str) -> dict[str, float]:
-        # So long that no stream ends before the calls do, however fast its steps.
-        artifact = tiny_artifact("decoder-only", explain_graph="--explain-graph" in flags, context=8192)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.symlink_to(artifact, target_is_directory=True)
-        return {"seconds": 1.0, "num_bytes": 1000}
-
-    monkeypatch.setattr(models, "make_checkpoint", lambda *_: None)
-    monkeypatch.setattr(explaining, "_export", export)
-    monkeypatch.setattr(streams, "PAUSE_SECONDS", 0.02)
-    settings = explaining.ExplainingSettings(
-        precision="fp32", streams=2, stream_prompt=4, length=8, calls=2, lead=2, window=4
-    )
-    results = explaining.measure(settings, Run(tmp_path))
-    assert "| next calls |" in written(explaining.SCENARIO, settings, results, tmp_path)
-    assert all(results[when]["count"] >= 1 for when in ("before", "first_call", "next_calls"))
-    assert len(results["call_seconds"]) == 2
 
 
 def test_host_measures_the_steps_in_which_all_decode(

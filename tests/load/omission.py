@@ -1,6 +1,6 @@
 """Coordinated omission, drawn from a real run: a server that stands still for a second, seen by two clients.
 
-    python -m tests.load.omission --out docs
+    python -m tests.load.omission --out docs/results
 
 One client sends by a schedule, whatever becomes of what it sent; the other is one user, who asks again when the answer
 is there. While the server stands still that user asks nothing, so nearly all of its answers are quick, and its

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.training import ablation, ablation_report
+from benchmarks.frame.scenario import Run
+from benchmarks.scenarios import ablation as scenario
+from benchmarks.training import ablation
 from benchmarks.training.ablation import EXPERIMENTS, ROWS, Network, plan
 from benchmarks.training.gru import RecurrentConfig, RecurrentEncoderDecoder, build_recurrent, equal_size
 from model import evaluate
@@ -166,44 +169,28 @@ def test_runs_go_seed_after_seed_over_all_rows_with_the_same_data_for_all() -> N
 
 
 def test_every_row_is_in_the_table_and_the_table_has_no_other() -> None:
-    shown = {choice.row for section in ablation_report.SECTIONS for panel in section.panels for choice in panel.choices}
+    shown = {choice.row for section in scenario.SECTIONS for panel in section.panels for choice in panel.choices}
     assert shown == {row.name for row in ROWS}
 
 
-def test_the_command_measures_saves_goes_on_and_renders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    log = tmp_path / "runs.jsonl"
-    options = ["--rows", "base", "gru", "--steps", "4", "--jobs", "1", "--build", str(tmp_path)]
-    options += [argument for override in TINY for argument in ("--set", override)]
-    ablation.main([*options, "--seeds", "1"])
-    first = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert [run["row"] for run in first["runs"]] == ["base", "gru"]
-    with log.open("a", encoding="utf-8") as stream:
-        stream.write('\n{"key": "half a li')
-
-    ablation.main([*options, "--seeds", "2"])
-    printed = capsys.readouterr()
-    assert "2 of 4 runs are in" in printed.err
-    assert "[4/4]" in printed.err
-    second = json.loads(printed.out.splitlines()[-1])
-    assert [(run["row"], run["seed"]) for run in second["runs"]] == [("base", 0), ("gru", 0), ("base", 1), ("gru", 1)]
-    assert second["runs"][:2] == first["runs"]
-    for run in second["runs"]:
+def test_the_scenario_measures_every_run_once_and_resumes(tmp_path: Path) -> None:
+    settings = scenario.AblationSettings(rows=("base", "gru"), seeds=1, steps=4, jobs=1, overrides=TINY)
+    first = scenario.measure(settings, Run(tmp_path))["runs"]
+    assert [run["row"] for run in first] == ["base", "gru"]
+    found = scenario.measure(replace(settings, seeds=2), Run(tmp_path, resume=True))
+    assert [(run["row"], run["seed"]) for run in found["runs"]] == [("base", 0), ("gru", 0), ("base", 1), ("gru", 1)]
+    assert found["runs"][:2] == first
+    for run in found["runs"]:
         assert run["steps"] == 4
         assert 0.0 <= run["exact_match"] <= 1.0
         assert run["seconds_per_step"] > 0.0
-    assert second["runs"][0]["loss"] != second["runs"][2]["loss"]
-
-    results = ablation_report.load(tmp_path)
-    assert [step for step, _ in results["runs"][0]["curve"]] == [1, 2, 3, 4]
-    assert results["rows"]["gru"]["network"] == Network.GRU
-    assert results["rows"]["base"]["model"]["d_model"] == 16
-    document = (tmp_path / "model.md").read_text(encoding="utf-8")
-    assert ablation_report.extract(document) == ablation_report.markdown(results)
-    assert "GRU" in document
-    picture = (tmp_path / "ablation.svg").read_text(encoding="utf-8")
-    assert "transformer" in picture
-    ablation.main([*options, "--render"])
-    assert (tmp_path / "ablation.svg").read_text(encoding="utf-8") == picture
+        assert [step for step, _ in run["curve"]] == [1, 2, 3, 4]
+    assert found["runs"][0]["loss"] != found["runs"][2]["loss"]
+    assert found["rows"]["gru"]["network"] == Network.GRU
+    assert found["rows"]["base"]["model"]["d_model"] == 16
+    about = {"settings": {"jobs": 1}, "machine": {"processor": "p", "cores": 2}}
+    assert "GRU" in scenario.render(found | about)
+    assert "transformer" in scenario.draw(found | about)
 
 
 def constructed_results() -> dict[str, object]:
@@ -214,7 +201,8 @@ def constructed_results() -> dict[str, object]:
     }
     return {
         "date": "2026-01-02",
-        "machine": {"processor": "a processor", "num_cores": 2, "num_jobs": 2, "num_threads_per_job": 1},
+        "machine": {"processor": "a processor", "cores": 2},
+        "settings": {"jobs": 2},
         "versions": {"python": "3.0", "torch": "2.0"},
         "num_test_dates": 500,
         "rows": {
@@ -238,7 +226,7 @@ def constructed_results() -> dict[str, object]:
 
 
 def test_the_table_has_medians_ranges_and_numbers_of_seeds() -> None:
-    lines = ablation_report.markdown(constructed_results()).splitlines()
+    lines = scenario.render(constructed_results()).splitlines()
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if re.match(r"\| .* \| \d+ \|$", line)]
     assert rows == [
         ["positions", "sinusoidal", "97.0 (92.0…99.0)", "0.00651 (2.7e-07…0.0204)", "41 (40…42)", "929,664", "3"],
@@ -248,37 +236,6 @@ def test_the_table_has_medians_ranges_and_numbers_of_seeds() -> None:
     text = "\n".join(lines)
     for fact in ("1000 steps", "300 steps", "peak rate 0.001", "500 held-out days", "2026-01-02", "torch 2.0"):
         assert fact in text
-
-
-def test_the_results_survive_being_written(tmp_path: Path) -> None:
-    results = constructed_results()
-    ablation_report.write(results, tmp_path)
-    assert ablation_report.load(tmp_path) == results
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "ablation.json", "model.md", "ablation.svg", "ablation-postln.svg",
-    }  # fmt: skip
-
-
-def test_only_what_is_between_the_markers_is_replaced() -> None:
-    document = f"# Before\n\n{ablation_report.BEGIN}\nold\n{ablation_report.END}\n\nAfter.\n"
-    changed = ablation_report.insert(document, "new\n")
-    assert changed == document.replace("old", "new")
-    assert ablation_report.extract(changed) == "new\n"
-    with pytest.raises(ValueError, match="markers"):
-        ablation_report.insert("# No markers", "new\n")
-
-
-def test_the_documented_table_is_what_was_measured() -> None:
-    shown = ablation_report.extract((DOCS / "model.md").read_text(encoding="utf-8"))
-    if not (DOCS / ablation_report.RESULTS).exists():
-        assert shown == ""
-        return
-    results = ablation_report.load(DOCS)
-    assert shown == ablation_report.markdown(results)
-    for row in ROWS:
-        assert len({run["seed"] for run in results["runs"] if run["row"] == row.name}) >= 3, row.name
-    for picture in re.findall(r"\]\(([^)]+\.svg)\)", shown):
-        assert (DOCS / picture).read_bytes().startswith(b"<?xml")
 
 
 def test_the_document_names_files_and_parts_that_are_there() -> None:

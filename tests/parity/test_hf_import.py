@@ -16,9 +16,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks import import_large, imports
-from benchmarks.imports import CASES, Case, Outcome, make_folder
 from benchmarks.peers import hf_folder
+from benchmarks.scenarios import _import_large, imports
+from benchmarks.scenarios._import_cases import CASES, Case, make_folder
+from benchmarks.scenarios.imports import Outcome
 from export.__main__ import main as export_main
 from export.exporter import export
 from export.operators import BIASED, GELU, INT4_LINEAR, INT8_LINEAR, LINEAR
@@ -80,14 +81,11 @@ def test_every_family_has_three_cases_that_cover_what_makes_families_differ() ->
 
 
 def test_documented_figures_are_of_these_cases() -> None:
-    text = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
-    _, _, rest = text.partition(imports._BEGIN)
-    made, _, _ = rest.partition(imports._END)
-    rows = [row.split("|") for row in made.strip().splitlines()[2:]]
-    assert [(row[1].strip(), row[2].strip()) for row in rows] == [(f"`{case.family}`", case.says) for case in CASES]
-    assert all(float(row[column]) < 1e-4 for row in rows for column in (3, 4))
-    with pytest.raises(ValueError, match="lacks"):
-        imports.replace_table("no marks", "")
+    text = (ROOT / "docs" / "results" / "imports.md").read_text(encoding="utf-8")
+    rows = [row.split("|") for row in text.splitlines() if row.startswith("| `") and "model_type" not in row]
+    described = [(row[1].strip(), row[2].strip()) for row in rows if not row[1].strip().startswith("`python")]
+    assert described == [(f"`{case.family}`", case.says) for case in CASES]
+    assert all(float(row[column]) < 1e-4 for row in rows[: len(CASES)] for column in (3, 4))
 
 
 def test_a_difference_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,14 +160,14 @@ def test_our_own_weights_come_back_from_their_layout_bit_by_bit(preset: str, tmp
 
 
 def test_the_folder_of_the_large_import_is_the_preset_of_its_size_and_a_small_one_imports(tmp_path: Path) -> None:
-    size, config = import_large.GPT2, resolve("gpt2-124m", []).model
+    size, config = _import_large.SIZES["gpt2-124m"], resolve("gpt2-124m", []).model
     assert (size["vocab_size"], size["n_positions"], size["n_embd"]) == (
         config.vocab_size,
         config.context,
         config.d_model,
     )
     assert (size["n_layer"], size["n_head"]) == (config.num_layers, config.num_heads)
-    import_large.make_folder(tmp_path / "theirs", import_large.QUICK)
+    _import_large.make_folder(tmp_path / "theirs", _import_large.SIZES["tiny"])
     planned = plan(tmp_path / "theirs")
     tokenizer = Tokenizer.from_json(planned.tokenizers["tokenizer.json"])
     assert tokenizer.vocab_size == planned.config.vocab_size == 600

@@ -13,12 +13,16 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.frame.paged import stirred
 from benchmarks.peers import hf_folder, llama_cpp
 from benchmarks.peers import systems as bench_systems
+from benchmarks.peers.compiled_transformers import CompiledTransformers
 from benchmarks.peers.ctranslate2_translator import sinusoids
 from benchmarks.peers.gguf_file import gpt2_tensors, interleave_pairs, llama_tensors, read_safetensors
 from benchmarks.peers.protocol import Options
+from benchmarks.peers.torch_graph import TorchGraph
 from model import checkpoint
+from model.nn import reference
 from model.nn.positions import sinusoidal_table
 from model.nn.transformer import build
 from model.spec.config import Activation, Architecture, ModelConfig, Norm, NormPlacement, Positions
@@ -147,3 +151,21 @@ def test_four_bits_are_what_llama_cpps_own_quantizer_makes_of_float32(
     assert (tmp_path / "q4_0.gguf").read_bytes() == b"wh"
     assert quantizer.asked == [("f32.gguf", Quantizer.LLAMA_FTYPE_MOSTLY_Q4_0, 3)] * 2
     assert written == ["F32"]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("peer", [TorchGraph, CompiledTransformers])
+def test_a_peer_with_our_checkpoint_writes_what_the_reference_writes(tmp_path: Path, peer: type, tied: bool) -> None:
+    config = replace(LLAMA, context=64, tie_embeddings=tied)
+    model = stirred(build(config, seed=11))
+    tokenizers = {"tokenizer.json": one_word_per_id(config.vocab_size, config.architecture).to_json()}
+    checkpoint.save(tmp_path, model, config, tokenizers, {})
+    prompts = np.random.default_rng(2).integers(3, config.vocab_size, (3, 13)).tolist()
+    expected = [reference.greedy(model, prompt, max_tokens=9) for prompt in prompts]
+    system = peer(Options(tmp_path, tmp_path, "fp32", threads=1, max_batch=3, context=64))
+    system.prepare()
+    assert system.load()
+    # A cache or a buffer that is kept from call to call changes nothing.
+    for new in (2, 9, 9, 1):
+        assert system.generate(prompts, new) == [answer[:new] for answer in expected]
+    assert system.generate(prompts[:1], 9) == expected[:1]

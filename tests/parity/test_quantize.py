@@ -17,9 +17,8 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from benchmarks import graphs
 from benchmarks.frame.scenario import Run
-from benchmarks.scenarios import quality
+from benchmarks.scenarios import graphs, quality
 from export import slots
 from export.__main__ import main
 from export.exporter import export
@@ -501,27 +500,29 @@ def test_quality_refuses_what_cannot_be_compared() -> None:
 
 
 def test_steps_of_graphs_are_timed_side_by_side_and_the_environment_is_left_alone(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(graphs.NO_FLASH, "0")
-    folders = [str(tiny_artifact("decoder-only", kv_precision=kv)) for kv in (KVPrecision.FP32, KVPrecision.INT8)]
-    assert graphs.main([*folders, "--rounds", "1", "--prefill", "33:16", "--decode", "1:8", "3:90"]) == 0
-    found = _last_line(capsys)["milliseconds"]
+    folders = tuple(tiny_artifact("decoder-only", kv_precision=kv) for kv in (KVPrecision.FP32, KVPrecision.INT8))
+    settings = graphs.GraphsSettings(artifacts=folders, rounds=1, prefill=("33:16",), decode=("1:8", "3:90"))
+    found = graphs.measure(settings, Run())["milliseconds"]
     assert found.keys() == {"prefill 33:16", "decode 1:8", "decode 3:90"}
     for figures in found.values():
         variants = ("kernels", "standard", "plain")
         assert figures.keys() == {f"{folder} {variant}" for folder in folders for variant in variants}
         assert all(milliseconds > 0 for milliseconds in figures.values())
     assert os.environ[graphs.NO_FLASH] == "0"
-    assert graphs.main([str(tiny_artifact("encoder-decoder"))]) == 2
-    assert "needs a decoder-only model with a context of 1024 or more" in capsys.readouterr().err
+    encoder = graphs.GraphsSettings(artifacts=(tiny_artifact("encoder-decoder"),))
+    with pytest.raises(RuntimeError, match="needs a decoder-only model with a context of 1024 or more"):
+        graphs.measure(encoder, Run())
 
 
-def test_steps_of_graphs_are_told_by_operator(capsys: pytest.CaptureFixture[str]) -> None:
-    folder = str(tiny_artifact("decoder-only"))
-    options = ["--rounds", "2", "--prefill", "33:16", "--decode", "2:8", "--variants", "standard", "--profile"]
-    assert graphs.main([folder, *options]) == 0
-    found = _last_line(capsys)["operators"]
+def test_steps_of_graphs_are_profiled_by_operator() -> None:
+    folders, variants = (tiny_artifact("decoder-only"),), ("standard",)
+    settings = graphs.GraphsSettings(
+        artifacts=folders, rounds=2, prefill=("33:16",), decode=("2:8",), variants=variants, profile=True
+    )
+    found = graphs.measure(settings, Run())["operators"]
     assert found.keys() == {"prefill 33:16", "decode 2:8"}
     for figures in found.values():
         (by_operator,) = figures.values()

@@ -14,7 +14,6 @@ import pytest
 from benchmarks.frame.streams import Answer
 from benchmarks.scenarios import (
     core_sharing,
-    explaining,
     fleet,
     goodput,
     interference,
@@ -194,18 +193,6 @@ def test_requests_of_a_workload_fit_the_model_and_some_share_a_prefix(family: st
     beginnings = [asked.token_ids[:16] for asked in made if len(asked.token_ids) >= 16]
     assert len(set(beginnings)) < len(beginnings) - 50
     assert len({len(asked.token_ids) for asked in made}) > 10
-
-
-def test_waits_amid_explain_belong_to_the_calls_that_they_overlap() -> None:
-    stream = Answer(0.0, [1.0, 2.0, 3.0, 3.5, 8.0, 9.0, 9.5, 12.0, 13.0])
-    timeline = explaining.Timeline((stream,), ((4.0, 7.0), (9.2, 9.4), (11.0, 11.5)))
-    found = explaining.judge(timeline, lead=1)
-    assert (found["before"]["count"], found["before"]["max"]) == (2, 1.0)
-    assert (found["first_call"]["count"], found["first_call"]["max"]) == (1, 4.5)
-    assert (found["next_calls"]["count"], found["next_calls"]["max"]) == (2, 2.5)
-    assert found["call_seconds"] == pytest.approx([3.0, 0.2, 0.5])
-    with pytest.raises(RuntimeError, match="a stream ended before the last call"):
-        explaining.judge(explaining.Timeline((stream,), ((4.0, 7.0), (13.5, 14.0))), lead=1)
 
 
 def test_waits_amid_loading_belong_to_the_changes_that_they_overlap() -> None:

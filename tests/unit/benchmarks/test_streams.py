@@ -20,12 +20,12 @@ class Call:
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self.told = 0
+        self.sent = 0
 
     async def __aiter__(self) -> AsyncIterator[pb.GenerateStreamResponse]:
-        while self.told < self._count:
+        while self.sent < self._count:
             await asyncio.sleep(0)
-            self.told += 1
+            self.sent += 1
             yield pb.GenerateStreamResponse(delta=pb.GenerateStreamResponse.Delta(token_ids=[1]))
 
     def cancel(self) -> None:
@@ -55,12 +55,12 @@ def stub() -> Any:
 async def test_the_body_begins_once_every_stream_has_begun_and_ends_them_all() -> None:
     server = stub()
     async with running(server, [[[1, 1]], [[2, 2]]], 10**9, begun=5, model="m") as answers:
-        assert all(call.told >= 5 for call in server.calls)
+        assert all(call.sent >= 5 for call in server.calls)
         assert answers == []
-        heard = [call.told for call in server.calls]
+        before = [call.sent for call in server.calls]
         for _ in range(3):
             await asyncio.sleep(0)
-        assert all(call.told > before for call, before in zip(server.calls, heard, strict=True))
+        assert all(call.sent > count for call, count in zip(server.calls, before, strict=True))
     assert (server.prompts, server.models) == ([(1, 1), (2, 2)], ["m", "m"])
     assert len(answers) == 2
     assert all(len(answer.arrivals) >= 5 for answer in answers)

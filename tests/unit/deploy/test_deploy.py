@@ -18,7 +18,6 @@ from grpc_reflection.v1alpha import reflection
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from benchmarks import capacity_plan
 from benchmarks.infra.envoy import CONFIG as ENVOY
 from benchmarks.infra.envoy import configure
 from model.training.presets import PRESETS
@@ -313,13 +312,13 @@ def test_keda_scales_as_the_autoscaler_would_that_it_stands_in_for() -> None:
 
 
 def test_autoscaler_wants_six_tenths_of_the_places_taken() -> None:
-    # What docs/capacity-plan.md reckons with.
+    # What docs/scaling-out.md computes with.
     (running,) = [
         each["pods"]["target"]["averageValue"]
         for each in autoscaler()["spec"]["metrics"]
         if each["pods"]["metric"]["name"] == "onward_num_requests_running"
     ]
-    assert int(running) == int(capacity_plan.UTILISATION * CONFIG.max_batch_size)
+    assert int(running) == int(0.6 * ServeConfig(models=Path("m")).max_batch_size)
 
 
 def test_gateway_routes_no_call_for_one_server() -> None:

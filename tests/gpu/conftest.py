@@ -1,0 +1,36 @@
+"""Each check runs on a CPU with tiny models, on graphs of standard operators, and on a card in fp16 and bf16.
+
+`-m gpu` is the card, `-m "gpu and not slow"` the card with tiny models alone.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.frame.paged import emit_model, stirred
+from model.nn.transformer import build
+from model.spec.artifact import CUDA_PRECISIONS, Device, Precision
+from tests.gpu.subjects import Subject, configs
+
+_CARD = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))
+_TINY, _LARGE = ("tiny", "tiny-encoder-decoder"), ("llama-110m", "en-de-25m")
+_CASES = [
+    *((name, Device.CPU, Precision.FP32, ()) for name in _TINY),
+    *((name, Device.CUDA, precision, _CARD) for name in _TINY for precision in CUDA_PRECISIONS),
+    *((name, Device.CUDA, each, (*_CARD, pytest.mark.slow)) for name in _LARGE for each in CUDA_PRECISIONS),
+]
+
+
+@pytest.fixture(
+    scope="session",
+    params=[
+        pytest.param((name, device, precision), id=f"{name}-{device}-{precision}", marks=marks)
+        for name, device, precision, marks in _CASES
+    ],
+)
+def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
+    """A model with random weights, and its graphs."""
+    name, device, precision = request.param
+    folder, model = tmp_path_factory.mktemp("graphs"), stirred(build(configs()[name], 0))
+    return Subject(name, device, precision, model, folder, emit_model(model, folder, precision, device))
