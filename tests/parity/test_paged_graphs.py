@@ -10,11 +10,9 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import json
-import re
 import tempfile
 from collections.abc import Mapping
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +22,6 @@ import onnx
 import onnxruntime as ort
 import pytest
 from onnx import numpy_helper
-from onnx.reference import ReferenceEvaluator
-from onnx.reference.op_run import OpRun
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_state
 
 from export.__main__ import main
@@ -55,6 +51,7 @@ from model.spec.artifact import (
 from model.spec.config import Architecture
 from service.engine.sessions.cuda_provider import SHAPE_OPERATORS
 from tests.artifacts import ADDITIVE, paged_artifact, random_model, tiny_checkpoint, tiny_config
+from tests.paged_attention import OPERANDS, Interpreter
 
 Array = npt.NDArray[Any]
 
@@ -230,26 +227,6 @@ def test_stand_in_in_sixteen_bits_is_as_near_as_their_tolerance(tmp_path: Path) 
 
 # What the CUDA graphs ask of ONNX Runtime
 
-# By place: the operator's name for it, and what must stand there in self-attention and in cross-attention.
-OPERANDS: tuple[tuple[str, str, str], ...] = (
-    ("query", "computed", "computed"),
-    ("key", "", "computed"),
-    ("value", "", "computed"),
-    ("key_cache", "key_cache_{layer}", "key_cache_out_{layer}"),
-    ("value_cache", "value_cache_{layer}", "value_cache_out_{layer}"),
-    ("cumulative_sequence_length", "cumulative_sequence_length", "cumulative_sequence_length"),
-    ("past_seqlens", "past_seqlens", "source_past_seqlens"),
-    ("block_table", "block_table", "source_block_table"),
-    ("cos_cache", "rotary", ""),
-    ("sin_cache", "rotary", ""),
-    ("slot_mapping", "slot_mapping", "computed"),
-    ("head_sink", "", ""),
-    ("q_norm_weight", "", ""),
-    ("k_norm_weight", "", ""),
-    ("k_scale", "", ""),
-    ("v_scale", "", ""),
-    ("attention_metadata", "attention_metadata", "source_attention_metadata"),
-)
 # Either it has no kernel for a node, or it has turned float16 into float32 for want of one.
 NO_KERNEL = r"NOT_IMPLEMENTED|InsertedPrecisionFreeCast_\w+\) of operator \(PagedAttention\)"
 DTYPES = {"fp16": onnx.TensorProto.FLOAT16, "bf16": onnx.TensorProto.BFLOAT16}
@@ -431,16 +408,6 @@ def test_an_encoder_computes_on_whole_numbers_alone_where_it_may_run_on_the_proc
     assert {dtype for _, _, dtype in found} <= {"INT32", "INT64"}
 
 
-@pytest.mark.parametrize(("name", "elem_type"), [("slot_mapping", 7), ("block_table", 7), ("key_cache_0", 1)])
-def test_onnx_runtime_says_when_an_operand_has_another_type(name: str, elem_type: int) -> None:
-    model = onnx.load(cuda_graphs("rotary")[0] / "decoder.onnx")
-    (value,) = [value for value in model.graph.input if value.name == name]
-    value.type.tensor_type.elem_type = elem_type
-    with pytest.raises(Exception, match=f"{name}") as caught:
-        ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    assert not re.search(NO_KERNEL, str(caught.value))
-
-
 @pytest.mark.parametrize("variant", ["rotary", "sinusoidal"])
 def test_cuda_graphs_have_the_weights_of_the_proven_ones_rounded(variant: str) -> None:
     mine, (theirs, _) = stand_in(variant), cuda_graphs(variant)
@@ -453,93 +420,6 @@ def test_cuda_graphs_have_the_weights_of_the_proven_ones_rounded(variant: str) -
         assert large == {name for name, values in rounded.items() if values.size > 1 and values.dtype == np.float16}
         for name in large:
             np.testing.assert_array_equal(rounded[name], weights[name].astype(np.float16), err_msg=name)
-
-
-class PagedAttention(OpRun):  # type: ignore[misc]
-    """The operator's documentation in NumPy: one row, one head, one query after the other, in float64.
-
-    Source: the operator's schema in ONNX Runtime 1.31.
-    """
-
-    op_domain = "com.microsoft"
-
-    def _run(self, *operands: Array | None, **_: Any) -> tuple[Array, ...]:
-        given = dict(zip((name for name, _, _ in OPERANDS), operands, strict=False))
-        num_heads, num_kv_heads = self._attribute("num_heads", 0), self._attribute("kv_num_heads", 0)
-        window, is_causal = self._attribute("local_window_size", -1), self._attribute("is_causal", 1)
-        query, caches = given["query"], [given["key_cache"].copy(), given["value_cache"].copy()]
-        size, head_dim = caches[0].shape[1], caches[0].shape[3]
-        if given["key"] is None:
-            widths = np.cumsum([num_heads * head_dim, num_kv_heads * head_dim])
-            query, key, value = np.split(query, widths, axis=1)
-        else:
-            key, value = given["key"], given["value"]
-        query, key, value = (part.reshape(len(part), -1, head_dim).astype(np.float64) for part in (query, key, value))
-        cumulative, past, table = given["cumulative_sequence_length"], given["past_seqlens"], given["block_table"]
-        assert cumulative[-1] == len(query)
-        assert (past >= 0).all()
-        bound = given["attention_metadata"]
-        output = np.zeros_like(query)
-        for row, (begin, end) in enumerate(pairwise(cumulative)):
-            total = past[row] + end - begin
-            assert end - begin <= bound[0]
-            assert total <= bound[1]
-            assert total <= table.shape[1] * size
-            positions = np.arange(past[row], total)
-            if self._attribute("do_rotary", 0):
-                cos, sin = (given[name][positions] for name in ("cos_cache", "sin_cache"))
-                for part in (query, key):
-                    part[begin:end] = _turn(part[begin:end], cos, sin)
-            for token in range(begin, end):
-                place = given["slot_mapping"][token]
-                if place >= 0:
-                    for cache, part in zip(caches, (key, value), strict=True):
-                        cache[place // size, place % size] = part[token]
-            rows = [cache[table[row]].reshape(-1, *cache.shape[2:])[:total] for cache in caches]
-            keys, values = (found.astype(np.float64) for found in rows)
-            for token, position in zip(range(begin, end), positions, strict=True):
-                last = position + 1 if is_causal else total
-                first = max(0, position + 1 - window) if window > 0 else 0
-                for head in range(num_heads):
-                    group = head // (num_heads // num_kv_heads)
-                    scores = keys[first:last, group] @ query[token, head] / np.sqrt(head_dim)
-                    weights = np.exp(scores - scores.max())
-                    output[token, head] = weights / weights.sum() @ values[first:last, group]
-        answer = output.reshape(len(output), -1).astype(given["query"].dtype)
-        return (answer, *caches)[: len(self.onnx_node.output)]
-
-    def _attribute(self, name: str, default: int) -> int:
-        return next((each.i for each in self.onnx_node.attribute if each.name == name), default)
-
-
-class RotaryEmbedding(OpRun):  # type: ignore[misc]
-    """`com.microsoft.RotaryEmbedding` over `[B, S, heads * D]` from position 0 on."""
-
-    op_domain = "com.microsoft"
-
-    def _run(self, x: Array, _: Array, cos: Array, sin: Array, **__: Any) -> tuple[Array]:
-        heads = next(each.i for each in self.onnx_node.attribute if each.name == "num_heads")
-        split = x.reshape(*x.shape[:2], heads, -1)
-        turned = np.stack([_turn(row, cos[: x.shape[1]], sin[: x.shape[1]]) for row in split])
-        return (turned.reshape(x.shape).astype(x.dtype),)
-
-
-def _turn(x: Array, cos: Array, sin: Array) -> Array:
-    """`[S, heads, D]` by `[S, D / 2]`."""
-    cos, sin = cos[:, np.newaxis].astype(np.float64), sin[:, np.newaxis].astype(np.float64)
-    first, second = np.split(x, 2, axis=-1)
-    return np.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)
-
-
-class Interpreter:
-    """Stands in for an ONNX Runtime session: the graph as it is, interpreted operator by operator."""
-
-    def __init__(self, path: Path) -> None:
-        self._graph = ReferenceEvaluator(str(path), new_ops=[PagedAttention, RotaryEmbedding])
-        self.output_names = list(self._graph.output_names)
-
-    def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        return dict(zip(self.output_names, self._graph.run(None, dict(inputs)), strict=True))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
