@@ -183,7 +183,7 @@ class Preemption:
     def _victims(self, head: SequenceGroup) -> list[SequenceGroup]:
         """Those to be preempted for a request, if that, and only that, lets it start; else none."""
         victims: list[SequenceGroup] = []
-        if not self._plan.can_start(head, self._ledger.num_tokens_at_hand(head)):
+        if not self._plan.can_start(head, self._ledger.num_cached_tokens(head)):
             # A less urgent one that is in the middle of its prompt may have the prefill budget, and at most one has.
             victims = [group for group in self._lesser if group.is_in_prompt]
             if not victims:
