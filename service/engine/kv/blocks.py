@@ -77,11 +77,7 @@ class BlockPool:
         return self._num_holders[block] > 1
 
     def check_invariants(self, held: Iterable[int]) -> None:
-        """Asserts that each block has as many holders as it occurs in `held`, and that all others are free.
-
-        Raises:
-            AssertionError: naming what broke.
-        """
+        """Asserts that each block has as many holders as it occurs in `held`, and that all others are free."""
         counts = [0] * len(self._num_holders)
         for block in held:
             counts[block] += 1

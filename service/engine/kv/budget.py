@@ -1,6 +1,7 @@
 """Memory budgets: what a model needs, what its K/V may take, and limits that the machine or device cannot keep.
 
-From an artifact's sizes and the operator's settings; knows neither tensors nor other models.
+From an artifact's sizes and the operator's settings; knows neither tensors nor other models. `num_slots` are rows,
+`max_prefill_tokens` the prompt tokens of a step, each of which may want logits.
 """
 
 from __future__ import annotations
@@ -45,13 +46,7 @@ class MemoryNeeds:
 
 
 def memory_needs(manifest: Manifest, num_slots: int, max_prefill_tokens: int) -> MemoryNeeds:
-    """What an artifact's engine needs.
-
-    Args:
-        manifest: the artifact's.
-        num_slots: rows.
-        max_prefill_tokens: prompt tokens per step, each of which may want logits.
-    """
+    """What an artifact's engine needs."""
     budget = plan_kv_memory(manifest, num_slots, None)
     if manifest.device is Device.CUDA:
         overhead = device_overhead_bytes(manifest, num_slots, max_prefill_tokens)
@@ -96,11 +91,6 @@ def step_bytes(manifest: Manifest, num_slots: int, max_prefill_tokens: int) -> i
 
     A generous estimate: twice one layer's activations for all tokens, the logits and their derivatives, and half as
     much again for fragmentation.
-
-    Args:
-        manifest: the artifact's.
-        num_slots: rows that decode beside prompts.
-        max_prefill_tokens: prompt tokens per step.
     """
     config, itemsize = manifest.config, manifest.kv_cache.precision.itemsize
     num_tokens = num_slots + max_prefill_tokens
@@ -138,12 +128,6 @@ def plan_kv_memory(manifest: Manifest, num_slots: int, kv_memory_bytes: int | No
 def check_memory(manifest: Manifest, budget: KVBudget, num_slots: int, max_prefill_tokens: int) -> None:
     """Refuses limits that exceed this machine's memory, for which the kernel would later kill the process.
 
-    Args:
-        manifest: the artifact's.
-        budget: from `plan_kv_memory`.
-        num_slots: rows.
-        max_prefill_tokens: prompt tokens per step, each of which may want logits.
-
     Raises:
         StartupError: when K/V have no room for one full-length sequence, or K/V and logits exceed memory.
     """
@@ -166,14 +150,7 @@ def check_memory(manifest: Manifest, budget: KVBudget, num_slots: int, max_prefi
 def check_device_memory(
     manifest: Manifest, budget: KVBudget, num_slots: int, max_prefill_tokens: int, free_bytes: int
 ) -> None:
-    """Refuses limits that exceed a device's memory.
-
-    Args:
-        manifest: the artifact's.
-        budget: as for `check_memory`.
-        num_slots: rows.
-        max_prefill_tokens: prompt tokens per step.
-        free_bytes: of the device, after the weights are loaded.
+    """Refuses limits that exceed a device's memory; `free_bytes` are those after the weights are loaded.
 
     Raises:
         StartupError: with the numbers.
@@ -189,11 +166,6 @@ def check_host_memory(manifest: Manifest, num_slots: int, max_prefill_tokens: in
     """Refuses limits whose logits exceed this host's memory beside a device.
 
     Logits are on the host twice, in packed order and by row; those of slots once more in pinned memory.
-
-    Args:
-        manifest: the artifact's.
-        num_slots: rows.
-        max_prefill_tokens: prompt tokens per step, each of which may want logits.
 
     Raises:
         StartupError: with the numbers.

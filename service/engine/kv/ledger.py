@@ -23,13 +23,7 @@ from service.engine.sequence import Sequence, SequenceGroup
 
 
 class KVLedger(KVReservations):
-    """Rows, the prefix cache and saved copies.
-
-    Args:
-        num_slots: rows that exist.
-        budget: bytes for all K/V.
-        rules: chunking, which is also what the prefix cache holds.
-    """
+    """Rows, the prefix cache and saved copies."""
 
     def __init__(self, num_slots: int, budget: KVBudget, rules: ChunkRules) -> None:
         super().__init__(num_slots, budget, rules)
@@ -212,11 +206,7 @@ class KVLedger(KVReservations):
         return lost
 
     def check_invariants(self) -> None:
-        """Asserts that nothing is owned twice, lost or beyond the limit.
-
-        Raises:
-            AssertionError: naming what broke.
-        """
+        """Asserts that nothing is owned twice, lost or beyond the limit."""
         super().check_invariants()
         self._slots.check_invariants()
         self._cache.check_invariants()

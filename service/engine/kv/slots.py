@@ -94,11 +94,7 @@ class SlotTable(Generic[Owner]):
         return Move(source=len(self._owners), target=slot)
 
     def check_invariants(self) -> None:
-        """Asserts that every owner has one slot.
-
-        Raises:
-            AssertionError: naming what broke.
-        """
+        """Asserts that every owner has one slot."""
         if len(self._owners) > self.capacity:
             raise AssertionError(f"{len(self._owners)} slots taken of {self.capacity}")
         if len(set(self._owners)) != len(self._owners):

@@ -18,6 +18,7 @@ import numpy as np
 from model.spec.config import ModelConfig
 from service.engine.kv.blocks import SCRATCH
 from service.engine.kv.decode_sizes import SHORTEST, decode_size, decode_sizes
+from service.engine.paged_backend.device_blocks import cache_outputs
 from service.engine.paged_backend.device_logits import DeviceLogits
 from service.engine.sessions.device_memory import Array, Bindable, DevicePack, DeviceTensor
 from service.engine.sessions.session import Binding, GraphSession
@@ -132,8 +133,8 @@ class DecodeBuckets:
             "source_attention_metadata": _bounds(config.source_context, 0),
         }
         inputs: dict[str, Bindable] = {**pack.views, **{name: bounds[name] for name in names if name in bounds}}
-        outputs = {name.replace("_cache_", "_cache_out_"): cache for name, cache in self._caches.items()}
-        binding = self._session.bind({**inputs, **self._caches}, {**self._logits.outputs(num_rows), **outputs})
+        outputs = {**self._logits.outputs(num_rows), **cache_outputs(self._caches)}
+        binding = self._session.bind({**inputs, **self._caches}, outputs)
         return _Bucket(pack, binding, len(self._buckets) + 1)
 
 

@@ -5,23 +5,34 @@ Copies are collected and carried out in one run before anything else is computed
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 
 from model.spec.config import ModelConfig
-from service.engine.sessions.device_memory import Array, DeviceTensor
+from service.engine.sessions.device_memory import Array, Bindable, DeviceTensor
 from service.engine.sessions.session import Binding, GraphSession
 
 
-class DeviceBlocks:
-    """A `BlockMemory` on a device, allocated at once.
+def named_caches(caches: Sequence[Array | DeviceTensor]) -> dict[str, Array | DeviceTensor]:
+    """Caches of all layers, K then V, by input name."""
+    return {f"{('key', 'value')[index % 2]}_cache_{index // 2}": cache for index, cache in enumerate(caches)}
 
-    Args:
-        config: the model's sizes.
-        num_blocks: blocks of the pool, without the scratch block.
-        block_size: tokens of a block.
-        dtype: of K/V.
-        device: "cpu" or "cuda".
-        move: the graph that copies (`model.spec.artifact.paged_move_signature`).
+
+def bind_caches(session: GraphSession, caches: Mapping[str, Array | DeviceTensor]) -> Binding:
+    """Binds a graph to all blocks, in place, without the inputs and outputs of a run."""
+    return session.bind(caches, cache_outputs(caches))
+
+
+def cache_outputs(caches: Mapping[str, Array | DeviceTensor]) -> dict[str, Bindable]:
+    """The outputs that are the updated caches, by name."""
+    return {name.replace("_cache_", "_cache_out_"): cache for name, cache in caches.items()}
+
+
+class DeviceBlocks:
+    """A `BlockMemory` on a device ("cpu" or "cuda"), allocated at once.
+
+    `move` is the graph that copies (`model.spec.artifact.paged_move_signature`).
 
     Attributes:
         caches: for each layer K then V: `[num_blocks + 1, block_size, kv_heads, head_dim]`; valid after `flush`.
@@ -36,10 +47,7 @@ class DeviceBlocks:
         shape = (num_blocks + 1, block_size, config.num_kv_heads, config.head_dim)
         self.num_blocks, self.block_size = num_blocks, block_size
         self.caches = tuple(DeviceTensor(shape, dtype, device) for _ in range(2 * config.num_layers))
-        names = [f"{part}_cache_{layer}" for layer in range(config.num_layers) for part in ("key", "value")]
-        caches = dict(zip(names, self.caches, strict=True))
-        outputs = {name.replace("_cache_", "_cache_out_"): cache for name, cache in caches.items()}
-        self._move: Binding = move.bind(caches, outputs)
+        self._move = bind_caches(move, named_caches(self.caches))
         self._sources: list[Array] = []
         self._targets: list[Array] = []
         self._target_blocks: set[int] = set()

@@ -52,12 +52,6 @@ class BlockMemory(Protocol):
 class HostBlocks:
     """A `BlockMemory` on this machine; untouched blocks cost address space only.
 
-    Args:
-        config: the model's sizes.
-        num_blocks: blocks of the pool, without the scratch block.
-        block_size: tokens of a block.
-        dtype: of K/V.
-
     Attributes:
         caches: for each layer K then V: `[num_blocks + 1, block_size, kv_heads, head_dim]`, live.
 
@@ -98,12 +92,7 @@ class _Saved:
 
 
 class PagedKV:
-    """K/V of a fixed number of rows, in blocks of one pool.
-
-    Args:
-        memory: the blocks, allocated here only.
-        num_slots: rows.
-    """
+    """K/V of a fixed number of rows, in the blocks of a memory that this cache alone allocates."""
 
     def __init__(self, memory: BlockMemory, num_slots: int) -> None:
         self._memory = memory
@@ -200,11 +189,7 @@ class PagedKV:
         return self._source[slot][: -(-length // self._block_size)]
 
     def check_invariants(self) -> None:
-        """Asserts that every block has as many holders as rows and saved copies name it.
-
-        Raises:
-            AssertionError: naming what broke.
-        """
+        """Asserts that every block has as many holders as rows and saved copies name it."""
         saved = (blocks for each in self._saved.values() for blocks in (each.own, each.source))
         held = (block for blocks in (*self._own, *self._source, *saved) for block in blocks)
         self._pool.check_invariants(block for block in held if block != SCRATCH)

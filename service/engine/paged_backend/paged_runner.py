@@ -19,12 +19,12 @@ from service.engine.batch import EncodeGroup, ScheduledBatch
 from service.engine.kv.blocks import SCRATCH
 from service.engine.kv.decode_sizes import round_up
 from service.engine.paged_backend.decode_buckets import DecodeBuckets
-from service.engine.paged_backend.device_blocks import DeviceBlocks
+from service.engine.paged_backend.device_blocks import DeviceBlocks, bind_caches, named_caches
 from service.engine.paged_backend.device_logits import DeviceLogits
 from service.engine.paged_backend.paged_kv import HostBlocks, PagedKV
 from service.engine.sampling.top_logits import TopLogits, are_decided, needs_by_slot
 from service.engine.sessions.cuda_provider import require_alive
-from service.engine.sessions.device_memory import Array, Bindable, DeviceTensor, host_array
+from service.engine.sessions.device_memory import Array, Bindable, host_array
 from service.engine.sessions.session import Binding, GraphSession
 
 Float32 = npt.NDArray[np.float32]
@@ -98,12 +98,11 @@ class PagedRunner:
         self._logits = self._slot_logits
         # In the order of packed tokens, before they are copied to their rows.
         self._packed_logits = np.zeros(shape, np.float32)
-        names = [f"{part}_cache_{layer}" for layer in range(config.num_layers) for part in ("key", "value")]
-        caches: dict[str, Array | DeviceTensor] = dict(zip(names, memory.caches, strict=True))
-        self._decoder = _bind_caches(caches, decoder)
+        caches = named_caches(memory.caches)
+        self._decoder = bind_caches(decoder, caches)
         # Outputs cannot be unbound: runs whose results stay on the device have their own binding.
-        self._decoder_on_device = _bind_caches(caches, decoder)
-        self._encoder = None if encoder is None else _bind_caches(caches, encoder)
+        self._decoder_on_device = bind_caches(decoder, caches)
+        self._encoder = None if encoder is None else bind_caches(encoder, caches)
         self._on_device: DeviceLogits | None = None
         self._buckets: DecodeBuckets | None = None
         if device is not None:
@@ -361,8 +360,3 @@ def _rerun(binding: Binding, inputs: Mapping[str, Bindable], outputs: Mapping[st
     binding.bind_inputs(inputs)
     binding.bind_outputs(outputs)
     binding.run()
-
-
-def _bind_caches(caches: Mapping[str, Array | DeviceTensor], session: GraphSession) -> Binding:
-    """Binds a graph to all blocks, in place, without the inputs and outputs of a run."""
-    return session.bind(caches, {name.replace("_cache_", "_cache_out_"): array for name, array in caches.items()})

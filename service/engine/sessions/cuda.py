@@ -35,50 +35,30 @@ class CudaError(OnwardError):
 
 
 class CudaRuntime:
-    """The first device, through CUDA's runtime library.
-
-    Args:
-        library: `libcudart`, loaded.
-    """
+    """The first device, through `libcudart`. All methods raise CudaError when the library reports an error."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
         library.cudaGetErrorString.restype = ctypes.c_char_p
 
     def count_devices(self) -> int:
-        """Number of devices.
-
-        Raises:
-            CudaError: when there are none, or no driver.
-        """
+        """Number of devices; raises CudaError when there are none, or no driver."""
         count = ctypes.c_int()
         self._call("cudaGetDeviceCount", ctypes.byref(count))
         return count.value
 
     def synchronize(self) -> None:
-        """Waits for all work of the device.
-
-        Raises:
-            CudaError: when the device has failed, or a CUDA graph is being recorded.
-        """
+        """Waits for all work of the device; raises CudaError when it has failed, or is recording a CUDA graph."""
         self._call("cudaDeviceSynchronize")
 
     def free_bytes(self) -> int:
-        """Free bytes of the device's memory.
-
-        Raises:
-            CudaError: when the device does not answer.
-        """
+        """Free bytes of the device's memory."""
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
         self._call("cudaMemGetInfo", ctypes.byref(free), ctypes.byref(total))
         return free.value
 
     def allocate(self, num_bytes: int) -> int:
-        """Allocates device memory and returns its address.
-
-        Raises:
-            CudaError: when it is exhausted.
-        """
+        """Allocates device memory and returns its address."""
         address = ctypes.c_void_p()
         self._call("cudaMalloc", ctypes.byref(address), ctypes.c_size_t(num_bytes))
         return address.value or 0
@@ -96,11 +76,7 @@ class CudaRuntime:
         self._copy(values.ctypes.data, address, values.nbytes, _TO_HOST)
 
     def pinned(self, num_bytes: int) -> Bytes:
-        """Pinned host memory, `[num_bytes]`, freed with its last view.
-
-        Raises:
-            CudaError: when it is exhausted.
-        """
+        """Pinned host memory, `[num_bytes]`, freed with its last view."""
         return np.asarray(_Pinned(self, num_bytes))
 
     def allocate_pinned(self, num_bytes: int) -> int:
