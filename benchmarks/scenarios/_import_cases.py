@@ -37,7 +37,6 @@ class Case:
     dtype: torch.dtype = torch.float32
     is_sharded: bool = False
     is_old: bool = False
-    prefill_graph: bool = False
 
 
 _DECODER: Mapping[str, Any] = {
@@ -99,16 +98,15 @@ CASES: tuple[Case, ...] = (
     Case(name="llama-llama3", family="llama", says="llama3 scaling, tied, in shards", is_sharded=True,
          model={"rope_parameters": _LLAMA3, "tie_word_embeddings": True, "num_attention_heads": 4,
                 "num_key_value_heads": 2, "hidden_size": 64}),
-    Case(name="llama-yarn", family="llama", says="YaRN, biases everywhere, 5 heads, a prefill graph",
-         prefill_graph=True,
+    Case(name="llama-yarn", family="llama", says="YaRN, biases everywhere, 5 heads",
          model={"rope_parameters": _YARN, "attention_bias": True, "mlp_bias": True, "num_attention_heads": 5,
                 "num_key_value_heads": 5, "hidden_size": 80}),
     Case(name="llama-linear", family="llama", says="linear scaling under rope_scaling, fp16", is_old=True,
          dtype=torch.float16, model={"rope_parameters": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.0}}),
     Case(name="llama-dynamic", family="llama", says="dynamic scaling, heads wider than d / heads",
          model={"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1000.0, "factor": 2.0}, "head_dim": 32}),
-    Case(name="mistral-window", family="mistral", says="a window of 8, heads wider than d / heads, a prefill graph",
-         prefill_graph=True, model={"sliding_window": 8, "head_dim": 32}),
+    Case(name="mistral-window", family="mistral", says="a window of 8, heads wider than d / heads",
+         model={"sliding_window": 8, "head_dim": 32}),
     Case(name="mistral-no-window", family="mistral", says="no window, tied, as many key heads as query heads",
          model={"tie_word_embeddings": True, "num_attention_heads": 4, "num_key_value_heads": 4, "hidden_size": 64}),
     Case(name="mistral-yarn", family="mistral", says="a window of 33 and YaRN without whole bounds, two ends",
@@ -118,8 +116,8 @@ CASES: tuple[Case, ...] = (
          model={"tie_word_embeddings": True, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}),
     Case(name="qwen2-upper-window", family="qwen2", says="a window of 12 over the upper of two layers, YaRN",
          model={"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1, "rope_parameters": _YARN}),
-    Case(name="qwen3-wide-heads", family="qwen3", says="heads of 32 on a width of 48, a prefill graph",
-         prefill_graph=True, model={"head_dim": 32}),
+    Case(name="qwen3-wide-heads", family="qwen3", says="heads of 32 on a width of 48",
+         model={"head_dim": 32}),
     Case(name="qwen3-tied", family="qwen3", says="tied, 4 query heads on 2, in shards", is_sharded=True,
          model={"tie_word_embeddings": True, "num_attention_heads": 4, "num_key_value_heads": 2}),
     Case(name="qwen3-biases", family="qwen3", says="biases, a window of 10 over both layers, linear scaling",

@@ -19,9 +19,9 @@ from service.engine.chunks import ChunkRules
 from service.engine.proof.calibration import calibrate, rounds
 from service.engine.proof.chunk_proof import find_difference
 from service.engine.proof.replay import replay_all
+from service.engine.runner import Runner
 from service.engine.sampling.sampler import Sampler
 from service.engine.scheduler import Scheduler
-from service.engine.slots_backend.runner import Runner
 from service.engine.types import GenerationRequest, StepOutput, StepStats
 from service.errors import report_failure
 

@@ -1,4 +1,4 @@
-"""An engine from an artifact folder: the one place where the parts of `service.engine` are put together."""
+"""Builds an engine from an artifact folder: sessions, KV backend, runner, scheduler, sampler."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from service.engine.kv.budget import (
     check_memory,
     graph_bytes,
     plan_kv_memory,
-    ready_bytes,
+    prefault_bytes,
 )
 from service.engine.paged_backend.device_blocks import DeviceBlocks
 from service.engine.paged_backend.paged_kv import HostBlocks, PagedKV
 from service.engine.paged_backend.paged_runner import PagedRunner
 from service.engine.proof.chunk_proof import describe_foreign, find_obstacles
 from service.engine.queueing.intake import ModelShape
+from service.engine.runner import Runner
 from service.engine.sampling.sampler import Sampler
 from service.engine.sampling.text import Decode
 from service.engine.sampling.top_logits import TopLogits
@@ -30,7 +31,7 @@ from service.engine.scheduler import EngineLimits, Scheduler
 from service.engine.sessions.cuda_provider import Cuda, cuda_free_bytes
 from service.engine.sessions.session import GraphSession, SessionOptions
 from service.engine.slots_backend.kv_cache import SlotKV
-from service.engine.slots_backend.runner import OrtRunner, Runner
+from service.engine.slots_backend.runner import OrtRunner
 from service.engine.types import Device
 from service.errors import StartupError
 
@@ -55,17 +56,16 @@ def build_engine(
     Args:
         folder: the artifact.
         manifest: its manifest, already checked against the files (`model.spec.artifact.load`).
-        decode: output ids to text, special tokens skipped; for requests with stop strings.
+        decode: output ids to text without special tokens; for requests with stop strings.
         limits: slots and step sizes.
-        options: threads.
-        last_run: shared by the engines that one thread will step.
-        device: where all is to be computed; `AUTO` is the one that the artifact was exported for.
+        options: threads and weights.
+        last_run: shared by the engines of one stepping thread.
+        device: what computes; `AUTO` is the device that the artifact was exported for.
 
     Raises:
-        StartupError: when the artifact is for another device, or that is not to be had; when a graph cannot be loaded
-            or is not the manifest's; when the memory cannot be reserved; when tokens are to be guessed ahead and what
-            computes them is known to change answers. A model of which nothing can be guessed, whatever computes it, is
-            served without, and the log says so.
+        StartupError: when the artifact is for another device, or that cannot be used; when a graph cannot be loaded or
+            is not the manifest's; when memory is too short; when `limits.look_up` is set and the kernels would change
+            answers. A model that cannot speculate by its own rules is served without, and the log says so.
     """
     _check_device(folder, manifest, device)
     shape = model_shape(manifest)
@@ -73,34 +73,34 @@ def build_engine(
         _LOGGER.warning("%s: no tokens are guessed by look-up: %s", folder, shape.speculation_obstacle)
         limits = dataclasses.replace(limits, look_up=0)
     if limits.look_up:
-        _refuse_guesses(folder, limits, find_obstacles(manifest, options))
+        _refuse_speculation(folder, limits, find_obstacles(manifest, options))
     runner: Runner
-    rehearse: Callable[[], None] | None = None
+    warm_up: Callable[[], None] | None = None
     prepare: Callable[[], bool] | None = None
     top = TopLogits()
     if manifest.kv_cache.layout is KVLayout.PAGED:
         runner = paged = build_paged_runner(folder, manifest, limits, options, top)
-        rehearse = paged.warm_up
+        warm_up = paged.warm_up
     else:
         runner = over_slots = build_runner(folder, manifest, limits, options)
-        prepare = over_slots.kv.prepare
+        prepare = over_slots.kv.prefault
     budget = plan_kv_memory(manifest, limits.max_batch_size, limits.kv_memory_bytes)
     scheduler = Scheduler(limits, shape, decode, budget)
-    return Engine(scheduler, runner, Sampler(top), last_run, warm_up=rehearse, prepare=prepare, name=str(folder))
+    return Engine(scheduler, runner, Sampler(top), last_run, warm_up=warm_up, prepare=prepare, name=str(folder))
 
 
 def build_runner(folder: Path, manifest: Manifest, limits: EngineLimits, options: SessionOptions) -> OrtRunner:
-    """An artifact's graphs over slots and the K/V they work on.
+    """The runner over slots.
 
     Raises:
-        StartupError: when a graph cannot be loaded or is not the manifest's, or the memory cannot be reserved.
+        StartupError: when a graph cannot be loaded or is not the manifest's, or memory is too short.
     """
     # An encoder's threads stop spinning after a run: the decoder's need the cores next.
     for_encoder = dataclasses.replace(options, stop_spinning=True)
     for_decoder = dataclasses.replace(options, records_operators=limits.look_up > 0)
     decoder = GraphSession(folder, manifest.graphs[DECODER], for_decoder)
     if limits.look_up:
-        _refuse_guesses(folder, limits, describe_foreign(decoder.operators))
+        _refuse_speculation(folder, limits, describe_foreign(decoder.operators))
     encoder = GraphSession(folder, manifest.graphs[ENCODER], for_encoder) if ENCODER in manifest.graphs else None
     # The decoder of an encoder-decoder computes no chunks.
     max_prefill_tokens = limits.max_prefill_tokens if encoder is None else 0
@@ -112,9 +112,11 @@ def build_runner(folder: Path, manifest: Manifest, limits: EngineLimits, options
             manifest.config,
             limits.max_batch_size,
             manifest.kv_cache.precision.dtype,
-            kept_tokens=chunk,
-            # Of chunks that no prompt fills nothing is kept.
-            ready_bytes=ready_bytes(manifest, budget, limits.max_batch_size) if chunk <= manifest.config.context else 0,
+            chunk_tokens=chunk,
+            # Only whole chunks are cached.
+            prefault_bytes=(
+                prefault_bytes(manifest, budget, limits.max_batch_size) if chunk <= manifest.config.context else 0
+            ),
         )
         return OrtRunner(manifest.config, kv, decoder, encoder, max_prefill_tokens)
     except (MemoryError, StartupError) as error:
@@ -125,17 +127,10 @@ def build_runner(folder: Path, manifest: Manifest, limits: EngineLimits, options
 def build_paged_runner(
     folder: Path, manifest: Manifest, limits: EngineLimits, options: SessionOptions, top: TopLogits | None = None
 ) -> PagedRunner:
-    """An artifact's graphs over blocks and the blocks they work on.
-
-    Args:
-        folder: the artifact.
-        manifest: its manifest.
-        limits: as for `build_engine`.
-        options: as for `build_engine`.
-        top: where graphs are for a device, what is told of rows that stay there; see `PagedRunner`.
+    """The runner over blocks, on the processor or a device; `top` as in `PagedRunner`.
 
     Raises:
-        StartupError: as `build_runner`; when prompts are cut so that what is kept of them would lie across blocks, too.
+        StartupError: as `build_runner`, and when cached chunks would not align with blocks.
     """
     config, size = manifest.config, manifest.kv_cache.block_size
     chunk = 1 if config.is_encoder_decoder else limits.prefill_chunk
@@ -173,14 +168,14 @@ def build_paged_runner(
 
 
 def _load(folder: Path, manifest: Manifest, options: SessionOptions) -> dict[str, GraphSession]:
-    """The graphs that compute over blocks on the processor; what blocks are copied by is not needed there."""
+    """The graphs over blocks on the processor, where blocks are copied without a graph."""
     return {name: GraphSession(folder, graph, options) for name, graph in manifest.graphs.items() if name != MOVE}
 
 
 def _load_on_device(
     folder: Path, manifest: Manifest, limits: EngineLimits, options: SessionOptions
 ) -> dict[str, GraphSession]:
-    """All graphs, on the first CUDA device; the decoder's runs that have a number are recorded."""
+    """All graphs on the first CUDA device; the decoder's records its runs."""
     rows, num_tokens = limits.max_batch_size, limits.max_prefill_tokens
 
     def load(name: str) -> GraphSession:
@@ -190,24 +185,23 @@ def _load_on_device(
     return {name: load(name) for name in manifest.graphs}
 
 
-def _refuse_guesses(folder: Path, limits: EngineLimits, problems: Sequence[str]) -> None:
-    """Raises where there are problems, which other options or another artifact would solve.
+def _refuse_speculation(folder: Path, limits: EngineLimits, problems: Sequence[str]) -> None:
+    """Raises if there are problems, which other options or another artifact would solve.
 
-    Whoever asks for guesses is not to be served without them unawares: what only the proof finds
-    (`prove_speculation`) is told by the log and by `Engine.max_draft_tokens`.
+    What only the proof finds (`Engine.prove_speculation`) disables speculation with a log entry instead.
     """
     if problems:
         raise StartupError([f"{folder}: look_up is {limits.look_up}: {problem}" for problem in problems])
 
 
 def _check_device(folder: Path, manifest: Manifest, device: Device) -> None:
-    """Refuses an artifact that is not for the device on which it is to be computed."""
+    """Refuses an artifact that was exported for another device."""
     if device not in (Device.AUTO, Device(manifest.device)):
         raise StartupError([f"{folder}: device is {device}, the artifact is for {manifest.device}"])
 
 
 def model_shape(manifest: Manifest) -> ModelShape:
-    """What scheduling must know of an artifact's model."""
+    """What the scheduler needs to know of an artifact's model."""
     config = manifest.config
     return ModelShape(
         context=config.context,

@@ -185,7 +185,7 @@ class Scheduler:
         Raises:
             InvalidRequest: when `add` would refuse it.
         """
-        return self._ledger.num_tokens_at_hand(self._measure(request))
+        return self._ledger.num_cached_tokens(self._measure(request))
 
     def abort(self, request_id: str) -> None:
         """Ends a request at the next step boundary; unknown and finished ones are ignored."""
@@ -356,7 +356,7 @@ class Scheduler:
                     self._tenants.charge(group, plan.num_prefill_tokens - used)
             elif not self._ledger.fits(group):
                 order.block(group)
-            elif not plan.can_start(group, self._ledger.num_tokens_at_hand(group)):
+            elif not plan.can_start(group, self._ledger.num_cached_tokens(group)):
                 return
             else:
                 self._tenants.of(group).waiting.remove(group)
@@ -375,10 +375,10 @@ class Scheduler:
         for group in batch.prefill_groups:
             for row in group.rows:
                 slots[row.slot].num_computed_tokens += len(row.token_ids)
-                self._ledger.keep_chunk(row.slot, 0, len(row.token_ids))
+                self._ledger.cache_chunk(row.slot, 0, len(row.token_ids))
         for chunk in batch.prefills:
             slots[chunk.slot].num_computed_tokens += len(chunk.token_ids)
-            self._ledger.keep_chunk(chunk.slot, chunk.start, len(chunk.token_ids))
+            self._ledger.cache_chunk(chunk.slot, chunk.start, len(chunk.token_ids))
         if (drafted := batch.drafted) is not None:
             # Accepted drafts are counted one by one, as they are appended.
             slots[drafted.slot].num_computed_tokens += 1
@@ -387,4 +387,4 @@ class Scheduler:
             for source in encoded.rows:
                 for slot in source.slots:
                     slots[slot].group.has_source = True
-                self._ledger.keep_source(source.slots[0])
+                self._ledger.cache_source(source.slots[0])

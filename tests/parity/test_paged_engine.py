@@ -1,7 +1,7 @@
-"""The engine over blocks: served through the stand-in, every token is what it is over slots.
+"""The engine over blocks serves the tokens of the engine over slots, on graphs of standard operators.
 
-Both engines get the same requests at the same steps. Blocks are NaN until they are written and again when nobody wants
-them any more, so that whatever is read beyond a row's own tokens shows.
+Both get the same requests at the same steps. Blocks are NaN while they are free: a read beyond a row's tokens
+shows.
 """
 
 from __future__ import annotations
@@ -22,18 +22,17 @@ from model.spec.tokenizer import Tokenizer
 from service.engine.batch import KVCopy, KVDrop, KVFree, KVRestore, KVSave, ScheduledBatch
 from service.engine.engine import Engine, LastRun
 from service.engine.factory import build_engine, build_paged_runner, build_runner, model_shape
-from service.engine.kv.blocks import PoolExhausted
 from service.engine.kv.budget import plan_kv_memory
 from service.engine.kv.reservations import KVBudget
 from service.engine.paged_backend.device_blocks import DeviceBlocks
 from service.engine.paged_backend.paged_kv import HostBlocks, PagedKV
 from service.engine.paged_backend.paged_runner import PagedRunner
+from service.engine.runner import Runner
 from service.engine.sampling.sampler import Sampler
 from service.engine.sampling.top_logits import TopLogits
 from service.engine.scheduler import EngineLimits, Scheduler
 from service.engine.sessions.cuda_provider import Cuda
 from service.engine.sessions.session import GraphSession, SessionOptions
-from service.engine.slots_backend.runner import Runner
 from service.engine.types import (
     BeamSearchParams,
     GenerationRequest,
@@ -60,7 +59,7 @@ EVERY_VARIANT = pytest.mark.parametrize("variant", VARIANTS)
 
 
 class NaNBlocks(HostBlocks):
-    """Blocks that hold no number until somebody writes one."""
+    """Blocks that are NaN until they are written."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -73,7 +72,7 @@ class NaNBlocks(HostBlocks):
 
 
 class Watched:
-    """A runner that counts what it is asked, and lets a test look at every batch."""
+    """A runner that counts operations and calls `after` with every batch."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -112,7 +111,7 @@ def sessions(variant: str) -> tuple[Manifest, GraphSession, GraphSession | None]
 def paged_runner(
     variant: str, budget: KVBudget, device: str | None = None, top: TopLogits | None = None
 ) -> PagedRunner:
-    """What the server would build, in a pool that has no more blocks than the budget pays for."""
+    """The server's runner, with as many blocks as the budget pays for."""
     manifest, decoder, encoder = sessions(variant)
     size = manifest.kv_cache.block_size
     num_blocks = budget.num_bytes // (size * budget.token_bytes)
@@ -133,7 +132,7 @@ def on_device(manifest: Manifest, num_blocks: int, device: str, folder: Path) ->
 
 
 def paged_budget(variant: str, num_rows: int = LIMITS.max_batch_size) -> KVBudget:
-    """Room for so many sequences of full length."""
+    """A budget for full-length sequences."""
     manifest, _, _ = sessions(variant)
     return plan_kv_memory(manifest, num_rows, None)
 
@@ -146,7 +145,7 @@ def sessions_are_released() -> Iterator[None]:
 
 
 class Pair:
-    """The same model over slots and over blocks; what is given to one is given to the other, step by step."""
+    """One model over slots and over blocks, given the same requests step by step."""
 
     def __init__(self, variant: str, num_rows: int = LIMITS.max_batch_size, device: str | None = None) -> None:
         family, _, _ = VARIANTS[variant]
@@ -161,7 +160,7 @@ class Pair:
         self._count_copies(runner)
         self.runners = Watched(slot_runner(family, variant)), Watched(runner)
         self.runners[1].after = lambda _: self.kv.check_invariants()
-        # One budget for both, so that they preempt and forget alike.
+        # One budget for both, so that they preempt and evict alike.
         samplers = Sampler(), Sampler(top)
         self.engines = [
             self._engine(variant, runner, budget, sampler)
@@ -183,7 +182,7 @@ class Pair:
         return Engine(scheduler, runner, sampler, LastRun(), clock=lambda: 0.0)
 
     def run(self, arrivals: Sequence[tuple[int, GenerationRequest]]) -> list[TokenEvent]:
-        """Requests join after so many steps each. All events of the paged engine, once they are seen to be the same."""
+        """Adds requests after so many steps each; returns the paged engine's events, which must be those of slots."""
         outputs: list[list[StepOutput]] = [[], []]
         for engine, steps in zip(self.engines, outputs, strict=True):
             for delay, request in arrivals:
@@ -193,7 +192,7 @@ class Pair:
         self.num_preemptions = sum(output.stats.num_preemptions for output in outputs[1])
         slots, blocks = ([event for output in seen for event in output.events] for seen in outputs)
         assert all(event.error is None for event in blocks), [event.error for event in blocks if event.error]
-        assert [_said(event) for event in blocks] == [_said(event) for event in slots]
+        assert [_seen(event) for event in blocks] == [_seen(event) for event in slots]
         for mine, theirs in zip(blocks, slots, strict=True):
             for one, other in zip(mine.prompt_logprobs, theirs.prompt_logprobs, strict=True):
                 assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
@@ -201,7 +200,7 @@ class Pair:
 
 
 def count_whole_reads(runner: PagedRunner) -> Callable[[], int]:
-    """How often logits have been fetched from a device whole, from now on."""
+    """Counts fetches of whole logits from the device from now on."""
     found = runner._on_device
     if found is None:
         return lambda: 0
@@ -216,7 +215,7 @@ def count_whole_reads(runner: PagedRunner) -> Callable[[], int]:
     return lambda: len(rows)
 
 
-def _said(event: TokenEvent) -> tuple[Any, ...]:
+def _seen(event: TokenEvent) -> tuple[Any, ...]:
     scored = len(event.prompt_logprobs)
     return (event.request_id, event.output_index, event.token_id, event.finish_reason, event.num_cached_tokens, scored)
 
@@ -262,8 +261,8 @@ def test_paged_engine_gives_the_tokens_of_slots_one_by_one_and_in_a_crowd(varian
 
 
 @EVERY_VARIANT
-def test_paged_engine_shares_what_prompts_begin_with(variant: str) -> None:
-    """Also after blocks have been given back and forth, and where a prompt parts in the middle of a block."""
+def test_paged_engine_shares_cached_prefixes(variant: str) -> None:
+    """Also after blocks were reused, and where prompts diverge in the middle of a block."""
     pair = Pair(variant)
     config = pair.config
     first = draw_prompt(config, 60, 1)
@@ -280,7 +279,7 @@ def test_paged_engine_shares_what_prompts_begin_with(variant: str) -> None:
 
 
 @EVERY_VARIANT
-def test_paged_engine_preempts_and_goes_on_as_if_nothing_had_been(variant: str) -> None:
+def test_paged_engine_resumes_preempted_requests(variant: str) -> None:
     pair = Pair(variant, num_rows=12)
     config = pair.config
     lesser = [
@@ -335,11 +334,11 @@ def test_paged_engine_scores_prompts(variant: str) -> None:
 
 
 @EVERY_VARIANT
-def test_paged_engine_gives_all_blocks_back(variant: str) -> None:
+def test_paged_engine_releases_all_blocks(variant: str) -> None:
     pair = Pair(variant)
     (engine,) = pair.engines[1:]
     pair.run([(1, request) for request in pool(pair.config)])
-    engine.verify_golden((), golden.Tolerance(absolute=1.0))  # forgets what is kept
+    engine.verify_golden((), golden.Tolerance(absolute=1.0))  # empties the prefix cache
     engine.add_request(make_request(pair.config, "last", draw_prompt(pair.config, 3, 3), max_tokens=1))
     engine.step()
     held = pair.memory.num_blocks - pair.kv.num_free_blocks
@@ -349,8 +348,8 @@ def test_paged_engine_gives_all_blocks_back(variant: str) -> None:
 
 @pytest.mark.parametrize("family", [DECODER_ONLY, ENCODER_DECODER])
 @pytest.mark.parametrize("max_batch_size", [1, 3, 16])
-def test_paged_engine_proves_itself_on_its_golden_cases(family: str, max_batch_size: int) -> None:
-    """Whatever the budget: a server replays them before it knows of any request."""
+def test_paged_engine_replays_every_golden_case(family: str, max_batch_size: int) -> None:
+    """Also in the smallest budget."""
     folder = paged_artifact(family)
     manifest = artifact.load(folder)
     budget = plan_kv_memory(manifest, 1, None).num_bytes
@@ -362,22 +361,6 @@ def test_paged_engine_proves_itself_on_its_golden_cases(family: str, max_batch_s
     results = engine.verify_golden(cases, tolerance)
     assert len(results) == len(cases)
     assert all(result.passed and result.max_abs_error < 2e-5 for result in results)
-
-
-def test_paged_engine_fails_the_step_in_which_blocks_run_out() -> None:
-    """Which no scheduler lets happen: this one believes in more memory than there is."""
-    variant = "rotary-16"
-    runner = paged_runner(variant, paged_budget(variant, 1))
-    scheduler = Scheduler(LIMITS, model_shape(sessions(variant)[0]), str, paged_budget(variant))
-    engine = Engine(scheduler, runner, Sampler(), LastRun())
-    config = sessions(variant)[0].config
-    for number in range(3):
-        engine.add_request(make_request(config, f"r{number}", draw_prompt(config, 80, number), max_tokens=3))
-    outputs = drain(engine)
-    failed = [event for output in outputs for event in output.events if event.error is not None]
-    assert failed
-    with pytest.raises(PoolExhausted, match="all 6 blocks"):
-        runner.kv.reserve(0, 0, 97)
 
 
 def test_paged_runner_refuses_chunks_that_lie_across_blocks() -> None:
@@ -393,7 +376,7 @@ def test_paged_runner_refuses_chunks_that_lie_across_blocks() -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_paged_engine_on_a_device_gives_the_tokens_of_slots(variant: str) -> None:
-    """K/V and inputs in tensors of a device, which is this CPU; copies by a graph; decoding in a few sizes."""
+    """K/V and inputs in device tensors (on this CPU), copies by a graph, decode steps in buckets."""
     pair = Pair(variant, num_rows=12, device="cpu")
     config = pair.config
     first = draw_prompt(config, 60, 1)
@@ -408,7 +391,7 @@ def test_paged_engine_on_a_device_gives_the_tokens_of_slots(variant: str) -> Non
 
 
 def test_device_blocks_hold_what_host_blocks_hold_after_the_same_copies() -> None:
-    """Also where one copy reads or overwrites what another has just written."""
+    """Also where one copy reads or overwrites the target of another."""
     variant = "rotary-16"
     manifest, _, _ = sessions(variant)
     host = HostBlocks(manifest.config, 9, 16)
@@ -418,7 +401,6 @@ def test_device_blocks_hold_what_host_blocks_hold_after_the_same_copies() -> Non
         blocks[...] = draw.standard_normal(blocks.shape, np.float32)
         tensor.write(np.ascontiguousarray(blocks))
     assert (device.num_blocks, device.block_size) == (host.num_blocks, host.block_size)
-    assert device.block_bytes == host.block_bytes
     for _ in range(300):
         source, target = draw.choice(9, 2, replace=False) + 1
         start, stop = sorted(draw.choice(17, 2, replace=False))
@@ -431,24 +413,13 @@ def test_device_blocks_hold_what_host_blocks_hold_after_the_same_copies() -> Non
         np.testing.assert_array_equal(tensor.read(), blocks)
 
 
-def test_decode_buckets_are_as_many_as_sizes_and_lengths_have_powers_of_two() -> None:
-    runner = paged_runner("rotary-16", paged_budget("rotary-16"), "cpu")
-    scheduler = Scheduler(LIMITS, model_shape(sessions("rotary-16")[0]), str, paged_budget("rotary-16"))
-    engine = Engine(scheduler, runner, Sampler(), LastRun())
-    config = sessions("rotary-16")[0].config
-    for number in range(7):
-        engine.add_request(make_request(config, f"r{number}", [5, 6, 7 + number], max_tokens=3 + 2 * number))
-    drain(engine)
-    assert runner.num_buckets == 4, "eight, four, two rows and one"
-
-
 def test_graph_for_cuda_is_refused_where_there_is_none() -> None:
     folder = paged_folder("rotary-16")
     with pytest.raises(StartupError, match=r"decoder\.onnx: this onnxruntime has no CUDAExecutionProvider: install"):
         GraphSession(folder, artifact.load(folder).graphs[DECODER], THREADS, cuda=Cuda(records=True))
 
 
-# What of a step's logits leaves the device
+# Logits that leave the device
 
 GREEDY = SamplingParams(temperature=0.0)
 TOP_K = SamplingParams(temperature=1.2, top_k=7, seed=5, n=2)
@@ -458,7 +429,7 @@ NUCLEUS = SamplingParams(temperature=1.1, top_p=0.8, seed=3)
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_paged_engine_on_a_device_needs_no_whole_logits_for_greedy_and_top_k_tokens(variant: str) -> None:
-    """In steps with prompts in them too; and every token is what slots give."""
+    """Also in steps with prompts; every token is that of slots."""
     pair = Pair(variant, device="cpu")
     config = pair.config
     requests = [
@@ -478,52 +449,11 @@ def test_paged_engine_on_a_device_needs_no_whole_logits_for_greedy_and_top_k_tok
         assert pair.num_whole_reads() > before
 
 
-def test_a_requests_tokens_do_not_depend_on_what_its_company_needs_of_their_logits() -> None:
-    """By their highest logits alone and by whole rows: the same tokens, whoever makes it one or the other."""
-    variant = "rotary-16"
-    manifest, _, _ = sessions(variant)
-    config = manifest.config
-    budget = paged_budget(variant)
-
-    def run(company: Sequence[GenerationRequest], *, tells: bool) -> tuple[dict[tuple[str, int], list[int]], int]:
-        top = TopLogits() if tells else None
-        runner = paged_runner(variant, budget, "cpu", top)
-        num_whole_reads = count_whole_reads(runner)
-        scheduler = Scheduler(LIMITS, model_shape(manifest), str, budget)
-        engine = Engine(scheduler, runner, Sampler(top), LastRun(), clock=lambda: 0.0)
-        for request in (*asked, *company):
-            engine.add_request(request)
-        tokens: dict[tuple[str, int], list[int]] = {}
-        for output in drain(engine):
-            for event in output.events:
-                if event.token_id is not None:
-                    tokens.setdefault((event.request_id, event.output_index), []).append(event.token_id)
-        return tokens, num_whole_reads()
-
-    asked = [
-        make_request(config, "greedy", draw_prompt(config, 30, 4), max_tokens=25),
-        make_request(config, "top-k", draw_prompt(config, 9, 5), max_tokens=25, sampling=TOP_K),
-    ]
-    alone, num_reads = run((), tells=True)
-    assert num_reads == 0
-    assert alone.keys() == {("greedy", 0), ("top-k", 0), ("top-k", 1)}
-    assert {len(tokens) for tokens in alone.values()} == {25}
-    needy = [
-        make_request(config, f"c{number}", draw_prompt(config, 12, number), max_tokens=12, sampling=sampling)
-        for number, sampling in enumerate([NUCLEUS, PENALISED])
-    ]
-    modest = [make_request(config, "c2", draw_prompt(config, 12, 2), max_tokens=12)]
-    for company, tells, reads in ((needy, True, True), (modest, True, False), (needy, False, True), ((), False, True)):
-        tokens, num_reads = run(company, tells=tells)
-        assert {key: tokens[key] for key in alone} == alone
-        assert bool(num_reads) == reads
-
-
-def test_golden_cases_are_held_to_whole_logits_though_few_leave_the_device_otherwise() -> None:
+def test_golden_cases_compare_whole_logits_on_a_device() -> None:
     variant = "rotary-16"
     folder = paged_folder(variant)
     manifest, _, _ = sessions(variant)
-    # Blocks for one sequence of full length, and a batch of eight: cases are replayed one row at a time.
+    # One full-length sequence fits: cases are replayed one row at a time.
     budget = paged_budget(variant, 1)
     top = TopLogits()
     runner = paged_runner(variant, budget, "cpu", top)
@@ -534,7 +464,7 @@ def test_golden_cases_are_held_to_whole_logits_though_few_leave_the_device_other
     for number in range(2):
         results = engine.verify_golden(cases, tolerance)
         assert all(result.passed and result.max_abs_error < 2e-5 for result in results)
-        # A whole context of its own, where cases have left theirs; and then cases where requests have.
+        # A request over stale K/V of cases, then cases over stale K/V of requests.
         prompt = draw_prompt(manifest.config, 80, 1)
         engine.add_request(make_request(manifest.config, f"r{number}", prompt, max_tokens=15))
         outputs = drain(engine)

@@ -1,1 +1,1 @@
-"""KV-cache accounting and memory, in plain ints and arrays: which row holds what, within which budget."""
+"""KV-cache accounting and memory: rows, blocks, the prefix cache, budgets."""

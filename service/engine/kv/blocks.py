@@ -1,8 +1,4 @@
-"""Which block of a pool is held, and by how many; in plain ints.
-
-A block is given out to one holder, shared with others, and free again once the last has let it go. Knows nothing of who
-holds a block, of tokens or of tensors.
-"""
+"""Reference-counted blocks of a pool, in plain ints. Knows no holders, tokens or tensors."""
 
 from __future__ import annotations
 
@@ -11,18 +7,15 @@ from collections.abc import Iterable
 from service.errors import OnwardError
 
 SCRATCH = 0
-"""The block that is nobody's: what is written there is never read, and tables point there where they are empty."""
+"""The scratch block: padding is written there, and empty table entries point there. Never read."""
 
 
 class PoolExhausted(OnwardError):
-    """A block was wanted and none is free: more was admitted than there is room for."""
+    """No block is free: more was admitted than fits."""
 
 
 class BlockPool:
     """Blocks `1 … num_blocks`; block 0 is `SCRATCH`.
-
-    Args:
-        num_blocks: how many there are to give out.
 
     Raises:
         ValueError: when there are none.
@@ -32,24 +25,24 @@ class BlockPool:
         if num_blocks < 1:
             raise ValueError(f"num_blocks is {num_blocks}, must be at least 1")
         self._num_holders = [0] * (num_blocks + 1)
-        # The last one let go is the first to be given out: its memory is there already.
+        # Last in, first out: the memory of a released block is touched already.
         self._free = list(range(num_blocks, 0, -1))
 
     @property
     def num_blocks(self) -> int:
-        """How many there are in all."""
+        """Blocks in all."""
         return len(self._num_holders) - 1
 
     @property
     def num_free(self) -> int:
-        """How many nobody holds."""
+        """Free blocks."""
         return len(self._free)
 
     def take(self) -> int:
-        """Gives out a free block.
+        """Allocates a block with one holder.
 
         Raises:
-            PoolExhausted: when there is none.
+            PoolExhausted: when none is free.
         """
         if not self._free:
             raise PoolExhausted(f"all {self.num_blocks} blocks of K/V are held")
@@ -61,16 +54,16 @@ class BlockPool:
         """Adds a holder to a block.
 
         Raises:
-            ValueError: when nobody holds it.
+            ValueError: when the block is free.
         """
         self._check_held(block)
         self._num_holders[block] += 1
 
     def release(self, block: int) -> bool:
-        """Takes a holder from a block; whether that was the last.
+        """Removes a holder from a block; returns whether it was the last.
 
         Raises:
-            ValueError: when nobody holds it.
+            ValueError: when the block is free.
         """
         self._check_held(block)
         self._num_holders[block] -= 1
@@ -80,15 +73,11 @@ class BlockPool:
         return True
 
     def is_shared(self, block: int) -> bool:
-        """Whether more than one holds a block."""
+        """Whether a block has several holders."""
         return self._num_holders[block] > 1
 
     def check_invariants(self, held: Iterable[int]) -> None:
-        """Asserts that blocks are held exactly as often as they occur in `held`, and all others are free once.
-
-        Raises:
-            AssertionError: saying what broke.
-        """
+        """Asserts that each block has as many holders as it occurs in `held`, and that all others are free."""
         counts = [0] * len(self._num_holders)
         for block in held:
             counts[block] += 1
@@ -104,4 +93,4 @@ class BlockPool:
 
     def _check_held(self, block: int) -> None:
         if not self._num_holders[block]:
-            raise ValueError(f"nobody holds block {block}")
+            raise ValueError(f"block {block} is free")

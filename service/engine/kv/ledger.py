@@ -23,13 +23,7 @@ from service.engine.sequence import Sequence, SequenceGroup
 
 
 class KVLedger(KVReservations):
-    """Rows, the prefix cache and saved copies.
-
-    Args:
-        num_slots: rows that exist.
-        budget: bytes for all K/V.
-        rules: chunking, which is also what the prefix cache holds.
-    """
+    """Rows, the prefix cache and saved copies."""
 
     def __init__(self, num_slots: int, budget: KVBudget, rules: ChunkRules) -> None:
         super().__init__(num_slots, budget, rules)
@@ -48,7 +42,7 @@ class KVLedger(KVReservations):
         return self._slots
 
     @property
-    def num_kept_bytes(self) -> int:
+    def num_cached_bytes(self) -> int:
         """Bytes of the prefix cache."""
         return self._cache.num_bytes
 
@@ -63,7 +57,7 @@ class KVLedger(KVReservations):
         self._limit = min(num_bytes, self._budget.num_bytes)
         self._make_room(0)
 
-    def num_tokens_at_hand(self, group: SequenceGroup) -> int:
+    def num_cached_tokens(self, group: SequenceGroup) -> int:
         """Cached tokens that a waiting request's prompt, or source, would get if it were admitted now."""
         return sum(len(chunk.token_ids) for chunk in self._cache_hits(group))
 
@@ -162,7 +156,7 @@ class KVLedger(KVReservations):
         group.handles = ()
         self._save(group, 0)
 
-    def keep_chunk(self, slot: int, start: int, num_tokens: int) -> None:
+    def cache_chunk(self, slot: int, start: int, num_tokens: int) -> None:
         """Caches a chunk after its prefill if it is whole, its predecessors are cached, and it fits."""
         sequence = self._slots[slot]
         group = sequence.group
@@ -174,7 +168,7 @@ class KVLedger(KVReservations):
             self._operations.append(KVSave(slot, chunk.handle, start + num_tokens, 0, start))
         group.kept = self._cache.get(parent, token_ids)
 
-    def keep_source(self, slot: int) -> None:
+    def cache_source(self, slot: int) -> None:
         """Caches a source after its encoding, if it fits."""
         token_ids = self._slots[slot].group.source_token_ids
         if (chunk := self._insert(token_ids, None, self._budget.row_bytes(0, len(token_ids)))) is not None:
@@ -212,11 +206,7 @@ class KVLedger(KVReservations):
         return lost
 
     def check_invariants(self) -> None:
-        """Asserts that nothing is owned twice, lost or beyond the limit.
-
-        Raises:
-            AssertionError: naming what broke.
-        """
+        """Asserts that nothing is owned twice, lost or beyond the limit."""
         super().check_invariants()
         self._slots.check_invariants()
         self._cache.check_invariants()

@@ -1,8 +1,7 @@
-"""Arrays in memory of their own, which goes back to the system when nobody wants it, whole or in part.
+"""Arrays in memory mappings of their own, which can be returned to the system whole or in part.
 
-What the C library hands out stays with the process as often as not, and NumPy asks for its large arrays in huge pages,
-of which one is taken whole for the first byte in it: a row of K/V with one token would cost what a full one does. Knows
-Linux; elsewhere these are ordinary arrays, and nothing goes back before its time.
+The C library often keeps freed memory, and NumPy allocates large arrays in huge pages, where one token would cost a row
+of K/V as much as a full context. Linux only; elsewhere these are ordinary arrays, and `release` does nothing.
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 
-# Smaller arrays are the C library's: a process may have some 65,000 mappings, and no more.
+# Smaller arrays use the C library: a process may have some 65,000 mappings.
 _MIN_MAPPED_BYTES = 1 << 17
 
 
 class Pages:
-    """Zeros, as `array`; untouched they cost address space only. The memory goes back once all views are gone.
+    """A zeroed `array`; untouched pages cost address space only. Unmapped once all views are gone.
 
     Args:
         shape: of the array.
         dtype: of the array.
-        is_sparse: whether only parts will be written, or given back: memory comes in small pages then. In huge ones
-            it comes several times faster, but not less than 2 MB at a time.
+        is_sparse: whether parts stay unwritten or are released: uses small pages. Huge pages are faulted in several
+            times faster, 2 MB at a time.
 
     Raises:
         MemoryError: when the system refuses.
@@ -41,7 +40,7 @@ class Pages:
         )
 
     def release(self, part: Array) -> None:
-        """Gives back the whole pages under a contiguous view of `array`, whose contents are undefined afterwards."""
+        """Returns the whole pages under a contiguous view of `array` to the system; its contents are undefined then."""
         if self._mapping is None or sys.platform != "linux":
             return
         address = part.ctypes.data - self.array.ctypes.data

@@ -76,11 +76,7 @@ class PrefixCache:
         return chunk
 
     def check_invariants(self) -> None:
-        """Asserts that every chunk can be found, is counted once, and is used after its descendants.
-
-        Raises:
-            AssertionError: naming what broke.
-        """
+        """Asserts that every chunk can be found, is counted once, and is used after its descendants."""
         ages = {chunk: age for age, chunk in enumerate(self._chunks.values())}
         for chunk, age in ages.items():
             if chunk.parent is not None and ages.get(chunk.parent, -1) < age:

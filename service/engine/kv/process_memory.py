@@ -1,7 +1,6 @@
-"""How much memory this process may use: the machine's, or its control group's if that is less; and how much it does.
+"""Memory limit and resident memory of this process, on Linux with control groups v2; unknown elsewhere.
 
-The limit is needed because the kernel hands out more address space than there is memory, and ends the process once it
-is touched. Knows Linux only; elsewhere nothing is known. Control groups of version 2.
+The kernel overcommits: a process that touches more than there is gets killed, so limits are checked up front.
 """
 
 from __future__ import annotations
@@ -11,21 +10,17 @@ from pathlib import Path
 
 
 def memory_limit(root: Path = Path("/")) -> int | None:
-    """Bytes that this process can ever have, None where the system does not say.
+    """The least of the machine's memory and the limits of all enclosing control groups, in bytes; None if unknown.
 
     Args:
-        root: where `proc` and `sys` are found.
+        root: folder of `proc` and `sys`.
     """
     limits = [_machine_bytes(root / "proc/meminfo"), *_group_bytes(root)]
     return min((limit for limit in limits if limit is not None), default=None)
 
 
 def resident_bytes(root: Path = Path("/")) -> int:
-    """Bytes of memory that this process occupies, mapped files included; 0 where the system does not say.
-
-    Args:
-        root: where `proc` is found.
-    """
+    """Resident bytes of this process, mapped files included; 0 if unknown."""
     fields = _read(root / "proc/self/statm").split()
     return int(fields[1]) * mmap.PAGESIZE if fields else 0
 

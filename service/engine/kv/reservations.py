@@ -57,13 +57,7 @@ class KVUsage:
 
 
 class KVReservations:
-    """Rows and bytes by request and by tenant.
-
-    Args:
-        max_rows: rows that exist.
-        budget: bytes for all K/V.
-        rules: chunking and padding.
-    """
+    """Rows and bytes by request and by tenant, out of `max_rows` and a budget."""
 
     def __init__(self, max_rows: int, budget: KVBudget, rules: ChunkRules) -> None:
         self._max_rows = max_rows
@@ -148,11 +142,7 @@ class KVReservations:
         return self._saved_bytes(group) / whole
 
     def check_invariants(self) -> None:
-        """Asserts that totals and tenants match the requests.
-
-        Raises:
-            AssertionError: naming what broke.
-        """
+        """Asserts that totals and tenants match the requests."""
         if self._num_reserved_rows != sum(self._num_rows.values()) or self._num_reserved_rows > self._max_rows:
             raise AssertionError(f"{self._num_reserved_rows} rows reserved of {self._max_rows}")
         reserved = sum(num_rows * self._row_bytes(group) for group, num_rows in self._num_rows.items())

@@ -1,8 +1,7 @@
-"""Which row of the KV buffers belongs to whom, in plain ints.
+"""The slot table: which owner has which row of the KV buffers, in plain ints.
 
-Rows in use are always `0 … n-1`, so that a decode step is a prefix view of every buffer and no gather is needed. When
-an owner leaves, the last row takes its place: `remove` says which contents have to move and moves nothing itself.
-Knows nothing of sequences, tokens or tensors.
+Rows in use are always `0 … n-1`: a decode step is a prefix view of every buffer, without a gather. When an owner
+leaves, the last row moves to its place.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ Owner = TypeVar("Owner", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """The contents of row `source` belong in row `target` from now on."""
+    """Row `source` must be copied to row `target`."""
 
     source: int
     target: int
@@ -43,16 +42,16 @@ class SlotTable(Generic[Owner]):
         return iter(self._owners)
 
     def slot_of(self, owner: Owner) -> int:
-        """Where an owner sits.
+        """An owner's slot.
 
         Raises:
-            KeyError: when it has no slot.
+            KeyError: when it has none.
         """
         return self._places[owner]
 
     @property
     def num_free(self) -> int:
-        """How many more owners fit."""
+        """Free slots."""
         return self.capacity - len(self._owners)
 
     def append(self, owner: Owner) -> int:
@@ -69,7 +68,7 @@ class SlotTable(Generic[Owner]):
         return len(self._owners) - 1
 
     def replace(self, slot: int, owner: Owner) -> None:
-        """Gives a taken slot, and what is in it, to another owner.
+        """Gives a taken slot and its contents to another owner.
 
         Raises:
             ValueError: when that has one.
@@ -79,10 +78,10 @@ class SlotTable(Generic[Owner]):
         self._owners[slot] = owner
 
     def remove(self, slot: int) -> Move | None:
-        """Frees `slot`; the move that keeps the table dense, None when the last row left.
+        """Frees `slot`; returns the move that keeps the table dense, None if it was the last row.
 
         Raises:
-            IndexError: when nobody owns the slot.
+            IndexError: when the slot is free.
         """
         if not 0 <= slot < len(self._owners):
             raise IndexError(f"slot {slot} is free, {len(self._owners)} are taken")
@@ -95,17 +94,13 @@ class SlotTable(Generic[Owner]):
         return Move(source=len(self._owners), target=slot)
 
     def check_invariants(self) -> None:
-        """Asserts that nobody owns two slots and that no more are taken than there are.
-
-        Raises:
-            AssertionError: saying what broke.
-        """
+        """Asserts that every owner has one slot."""
         if len(self._owners) > self.capacity:
             raise AssertionError(f"{len(self._owners)} slots taken of {self.capacity}")
         if len(set(self._owners)) != len(self._owners):
             raise AssertionError(f"an owner holds two slots: {self._owners}")
         if self._places != {owner: slot for slot, owner in enumerate(self._owners)}:
-            raise AssertionError(f"owners are not where they are looked for: {self._places}")
+            raise AssertionError(f"the index does not match the slots: {self._places}")
 
     def _seat(self, owner: Owner, slot: int) -> None:
         if owner in self._places:

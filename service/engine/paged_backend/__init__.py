@@ -1,1 +1,1 @@
-"""The graphs over blocks: K/V in blocks of a pool, shared by block tables."""
+"""The paged backend: K/V in blocks of a pool, addressed by block tables."""

@@ -1,14 +1,11 @@
-"""Single tokens of many rows in runs of a few sizes, at addresses that never change: runs that a device can record.
+"""Decode steps in buckets of a few sizes, at fixed addresses: runs that a device records as CUDA graphs.
 
-A CUDA graph repeats what it saw, on the same memory, for the same number of rows. So rows are filled up to the next
-power of two with rows of nobody: their token is written nowhere, and what they attend to is nobody's block. What the
-operator must know of lengths on the host is said for a whole class of them, between one power of two and the next
-(`service.engine.kv.decode_sizes`). On a CPU nothing is recorded and everything else is the same.
+A CUDA graph replays the same memory and shapes. So rows are padded to the next power of two with padding rows, which
+write no K/V and attend to the scratch block, and the lengths that the attention operator reads on the host are those of
+a length class (`service.engine.kv.decode_sizes`). On a CPU nothing is recorded; all else is equal. One copy sends all
+inputs of a run.
 
-All inputs of a run go to the device in one copy.
-
-Knows the inputs of a decoder graph over blocks by name (`model.spec.artifact.paged_decoder_signature`), and neither
-rows nor whose tokens they are.
+Knows the inputs of a decoder graph over blocks by name (`model.spec.artifact.paged_decoder_signature`).
 """
 
 from __future__ import annotations
@@ -21,6 +18,7 @@ import numpy as np
 from model.spec.config import ModelConfig
 from service.engine.kv.blocks import SCRATCH
 from service.engine.kv.decode_sizes import SHORTEST, decode_size, decode_sizes
+from service.engine.paged_backend.device_blocks import cache_outputs
 from service.engine.paged_backend.device_logits import DeviceLogits
 from service.engine.sessions.device_memory import Array, Bindable, DevicePack, DeviceTensor
 from service.engine.sessions.session import Binding, GraphSession
@@ -28,14 +26,14 @@ from service.engine.sessions.session import Binding, GraphSession
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """A run of so many rows and lengths: what it reads, and by which number a device remembers it."""
+    """A run of one size: its inputs, and its number among the recorded ones."""
 
     inputs: DevicePack
     binding: Binding
     number: int
 
     def run(self) -> None:
-        """Sends what is in the inputs' arrays and computes it."""
+        """Sends the inputs and computes."""
         self.inputs.write()
         self.binding.run(self.number)
 
@@ -47,9 +45,9 @@ class DecodeBuckets:
         config: the model's sizes.
         session: the decoder graph.
         caches: its K/V by input name.
-        block_size: tokens in a block.
-        logits: where results go; it has room for as many rows as the next power of two.
-        device: where inputs lie, "cpu" or "cuda".
+        block_size: tokens of a block.
+        logits: the results, with room for the padding rows.
+        device: of the inputs, "cpu" or "cuda".
     """
 
     def __init__(
@@ -71,42 +69,40 @@ class DecodeBuckets:
 
     @property
     def num_buckets(self) -> int:
-        """How many runs there have been of sizes of their own; each keeps its memory."""
+        """Buckets in use; each has its own memory."""
         return len(self._buckets)
 
     def run(self, inputs: Mapping[str, Array]) -> None:
-        """Computes one token for each row; rows of nobody come behind them.
+        """Computes one token for each row, with padding rows behind them.
 
         Args:
-            inputs: what the graph would be given for these rows alone, caches aside.
+            inputs: the graph's inputs for these rows alone, without caches.
 
         Raises:
-            GraphError: when the run fails; the rows' K/V are in doubt then.
+            GraphError: when the run fails; the rows' K/V are undefined then.
         """
         past = inputs["past_seqlens"]
         bucket = self._bucket(decode_size(len(past), int(past.max()) + 1))
-        for name, filling in _FILLING.items():
+        for name, padding in _PADDING.items():
             if name in bucket.inputs.arrays:
                 array = bucket.inputs.arrays[name]
-                array.fill(filling)
+                array.fill(padding)
                 array[tuple(map(slice, inputs[name].shape))] = inputs[name]
         bucket.run()
 
     def warm_up(self, max_rows: int) -> None:
-        """Computes one token in every size that up to `max_rows` rows come to, the largest first, for rows of nobody.
-
-        A device has recorded all of them then, and none has to be while somebody waits.
+        """Runs every size for up to `max_rows` rows with padding rows only, largest first, so that all are recorded.
 
         Raises:
             GraphError: when a run fails.
         """
         for size in decode_sizes(max_rows, self._config.context):
             bucket = self._bucket(size)
-            # As long as what is said of lengths on the host, and not beyond what there are positions for.
+            # The length class's maximum, but no position beyond the context.
             last = min(size[1], self._config.context) - 1
-            for name, filling in {**_FILLING, "position_ids": last, "past_seqlens": last}.items():
+            for name, padding in {**_PADDING, "position_ids": last, "past_seqlens": last}.items():
                 if name in bucket.inputs.arrays:
-                    bucket.inputs.arrays[name].fill(filling)
+                    bucket.inputs.arrays[name].fill(padding)
             bucket.run()
 
     def _bucket(self, size: tuple[int, int]) -> _Bucket:
@@ -116,7 +112,7 @@ class DecodeBuckets:
 
     def _make(self, num_rows: int, length: int) -> _Bucket:
         config = self._config
-        # What is the same in every run is sent with the rest all the same: it is one copy either way.
+        # Constants are sent with the rest: it is one copy either way.
         specs: dict[str, tuple[tuple[int, ...], str]] = {
             "input_ids": ((num_rows,), "int64"),
             "position_ids": ((num_rows,), "int64"),
@@ -137,13 +133,13 @@ class DecodeBuckets:
             "source_attention_metadata": _bounds(config.source_context, 0),
         }
         inputs: dict[str, Bindable] = {**pack.views, **{name: bounds[name] for name in names if name in bounds}}
-        outputs = {name.replace("_cache_", "_cache_out_"): cache for name, cache in self._caches.items()}
-        binding = self._session.bind({**inputs, **self._caches}, {**self._logits.outputs(num_rows), **outputs})
+        outputs = {**self._logits.outputs(num_rows), **cache_outputs(self._caches)}
+        binding = self._session.bind({**inputs, **self._caches}, outputs)
         return _Bucket(pack, binding, len(self._buckets) + 1)
 
 
-# What rows of nobody are given; inputs that are not here are the same in every run.
-_FILLING = {
+# Inputs of padding rows; those that are missing here are constant.
+_PADDING = {
     "input_ids": 0,
     "position_ids": 0,
     "past_seqlens": 0,
@@ -155,5 +151,5 @@ _FILLING = {
 
 
 def _bounds(most: int, least: int) -> Array:
-    """One query in each row, at most so many keys, and so many at least in some row; on the host."""
+    """Queries per row, most keys, and least keys of the longest row; on the host."""
     return np.array([1, most, least], np.int32)

@@ -1,8 +1,7 @@
-"""What a run over blocks leaves on a device: logits of many rows, and what of them is enough to choose most tokens by.
+"""Results of a run on a device: logits, and the highest of each row, which suffice to sample most tokens.
 
-A row of logits is as long as the vocabulary; its highest ones, which the graph singles out, are a few hundred bytes.
-Greedy and top-k sampling need no more (`service.engine.sampling.top_logits`). Both stay on the
-device until they are fetched. Runs of all sizes write to the same places, one after the other.
+A row of logits is as long as the vocabulary; its highest are a few hundred bytes, and greedy and top-k sampling need no
+more (`service.engine.sampling.top_logits`). Both stay on the device until they are fetched. All runs share this memory.
 
 Knows the outputs of a decoder graph over blocks by name (`model.spec.artifact.paged_decoder_signature`).
 """
@@ -20,15 +19,15 @@ Int64 = npt.NDArray[np.int64]
 
 
 class DeviceLogits:
-    """Memory for what a run says of its rows.
+    """Memory for the results of runs.
 
     Args:
-        max_rows: how many a run has at most.
-        vocab_size: how many logits each has.
+        max_rows: of a run.
+        vocab_size: logits of a row.
         device: "cpu" or "cuda".
 
     Raises:
-        StartupError: when the device does not have so much memory.
+        StartupError: when the device has too little memory.
     """
 
     def __init__(self, max_rows: int, vocab_size: int, device: str) -> None:
@@ -45,7 +44,7 @@ class DeviceLogits:
         )
 
     def outputs(self, num_rows: int) -> dict[str, Bindable]:
-        """What is to be tied to the outputs of a run of so many rows, by name."""
+        """What to bind to the outputs of a run of `num_rows` rows, by name."""
         views = {"logits": DeviceView(self._logits, 0, self._logits.shape, "float32"), **self._highest.views}
         return {
             name: DeviceView(view.owner, view.offset, (num_rows, *view.shape[1:]), view.dtype)
@@ -53,15 +52,15 @@ class DeviceLogits:
         }
 
     def read(self, rows: Float32) -> None:
-        """Fetches the first rows, `[n, V]` contiguous, whole."""
+        """Fetches the logits of the first rows, `[n, V]` contiguous."""
         self._logits.read_into(rows)
 
     def read_highest(self, num_rows: int) -> tuple[Int64, Float32, Float32]:
-        """Fetches what is singled out of the first rows, to memory that the next call overwrites.
+        """Fetches the highest logits of the first rows, to memory that the next call overwrites.
 
         Returns:
-            Ids of the highest logits, highest first, `[num_rows, K]`; these logits; and the logarithm of the sum of
-            exponentials of each row, `[num_rows]`, which is not finite where one of its logits is not.
+            Ids of the highest logits, highest first, `[num_rows, K]`; these logits; and each row's log-sum-exp,
+            `[num_rows]`, which is not finite if a logit is not.
         """
         self._highest.read()
         arrays = self._highest.arrays

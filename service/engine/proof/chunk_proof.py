@@ -22,8 +22,8 @@ from model import kernels
 from model.spec.artifact import KVLayout, Manifest
 from model.spec.golden import GoldenCase
 from service.engine.batch import DecodeRow, PrefillChunk, ScheduledBatch
+from service.engine.runner import Runner
 from service.engine.sessions.session import SessionOptions
-from service.engine.slots_backend.runner import Runner
 
 Float32 = npt.NDArray[np.float32]
 

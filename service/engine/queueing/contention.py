@@ -174,7 +174,7 @@ class Preemption:
     def _victims(self, head: SequenceGroup) -> list[SequenceGroup]:
         """Requests to preempt for one that can start then and only then; else none."""
         victims: list[SequenceGroup] = []
-        if not self._plan.can_start(head, self._ledger.num_tokens_at_hand(head)):
+        if not self._plan.can_start(head, self._ledger.num_cached_tokens(head)):
             # At most one less urgent request in its prompt has the prefill budget.
             victims = [group for group in self._lesser if group.is_in_prompt]
             if not victims:

@@ -1,1 +1,1 @@
-"""ONNX Runtime, wrapped: sessions, providers, and the memory of their weights."""
+"""ONNX Runtime: sessions, the CPU and CUDA providers, device memory, and weights."""

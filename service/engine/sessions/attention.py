@@ -1,10 +1,7 @@
-"""An artifact's explain graph, loaded when it is first wanted: whole sequences in, attention weights out.
+"""An artifact's explain graph, loaded on first use: whole sequences in, attention weights out.
 
-Its session has one thread and its own copy of the weights, as they are in the file, and is no business of the engine's:
-nothing here is shared with the graphs that generate. Before it answers it has to be the served artifact's,
-which may have been replaced on the disk by then, and to pass its golden cases.
-
-Knows graphs and artifacts; nothing of requests, threads or the event loop.
+Its session has one thread and its own weights, shared with no graph of the engine. Before it answers, the folder must
+still be the served artifact's and the graph must pass its golden cases. Knows no requests, threads or event loop.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ from service.errors import NotServing
 
 _LOGGER = logging.getLogger(__name__)
 
-# Threads are these only where the process has none to share.
+# Unless the process has a shared thread pool.
 _OPTIONS = SessionOptions(intra_op_threads=1, allow_spinning=False, map_weights=True, copies_weights=True)
 
 
@@ -37,7 +34,7 @@ class AttentionGraph:
 
     Args:
         folder: the artifact.
-        manifest: what it says of the graph.
+        manifest: the artifact's.
         own_kernels: as in `SessionOptions`.
 
     Raises:
@@ -49,16 +46,16 @@ class AttentionGraph:
         self._session = GraphSession(folder, manifest.graphs[EXPLAIN], options)
 
     def own_weights(self) -> None:
-        """Makes the graph independent of its files, once it has run; raises StartupError when these changed."""
+        """See `GraphSession.own_weights`."""
         self._session.own_weights()
 
     def run(self, decoder: Sequence[int], source: Sequence[int], outputs: Sequence[str]) -> list[Float32]:
         """Attention weights over one sequence.
 
         Args:
-            decoder: tokens that the decoder reads.
-            source: tokens that the encoder reads, none for a decoder-only model.
-            outputs: which weights.
+            decoder: the decoder's tokens.
+            source: the encoder's tokens; empty for a decoder-only model.
+            outputs: names of the graph's outputs.
 
         Returns:
             `[H, queries, keys] float32` for each output.
@@ -77,16 +74,15 @@ def load_attention_graph(folder: Path, manifest: Manifest, *, own_kernels: bool 
 
     Args:
         folder: the artifact, as it is now.
-        manifest: as it was when its model was loaded.
+        manifest: as it was when the model was loaded.
         own_kernels: as in `SessionOptions`.
 
     Raises:
-        NotServing: when the artifact is another one by now, or the graph does not answer as its golden cases say, or
-            there is no memory for its weights.
+        NotServing: when the artifact has changed, the graph fails its golden cases, or memory is too short.
         StartupError: when the graph cannot be loaded.
         GraphError: when it cannot be run.
     """
-    # Until it is proven, a copy of its weights' files, which are other graphs', lies beside what is made of them.
+    # Until the proof, a copy of the weights' files is in memory too. They belong to the other graphs.
     needed = 2 * sum(graph_weight_bytes(manifest, name) for name in manifest.graphs if name != PREFILL)
     limit = memory_limit()
     if limit is not None and needed > (left := max(0, limit - resident_bytes())):

@@ -1,8 +1,7 @@
-"""CUDA's runtime library: the memory of the first device, and why there is none.
+"""CUDA's runtime library by ctypes: memory of the first device, and why there is none.
 
-ONNX Runtime computes on the device; what its graphs read and write between runs lies in memory that is taken here, so
-that every byte of it is known. Copies are done when a call returns. The only file that speaks to the library; knows
-neither graphs nor ONNX Runtime, which says where its own libraries are.
+The inputs, outputs and K/V of ONNX Runtime's graphs are allocated here, so that every byte is accounted for. Copies are
+synchronous. Knows neither graphs nor ONNX Runtime.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from service.errors import OnwardError
 Bytes = npt.NDArray[np.uint8]
 
 EXTRA = "gpu"
-"""What brings ONNX Runtime for CUDA, CUDA's libraries and cuDNN, but no driver."""
+"""The extra with ONNX Runtime for CUDA, CUDA's libraries and cuDNN, without the driver."""
 PROVIDER_LIBRARY = "libonnxruntime_providers_cuda.so"
 """ONNX Runtime's CUDA provider."""
 
@@ -32,60 +31,40 @@ _TO_DEVICE, _TO_HOST = 1, 2
 
 
 class CudaError(OnwardError):
-    """The library refused; its own words are the message."""
+    """An error of the library, with its message."""
 
 
 class CudaRuntime:
-    """The first device, through CUDA's runtime library.
-
-    Args:
-        library: `libcudart`, loaded.
-    """
+    """The first device, through `libcudart`. All methods raise CudaError when the library reports an error."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
         library.cudaGetErrorString.restype = ctypes.c_char_p
 
     def count_devices(self) -> int:
-        """How many devices there are.
-
-        Raises:
-            CudaError: when there are none, or no driver that could tell.
-        """
+        """Number of devices; raises CudaError when there are none, or no driver."""
         count = ctypes.c_int()
         self._call("cudaGetDeviceCount", ctypes.byref(count))
         return count.value
 
     def synchronize(self) -> None:
-        """Waits for all that the device has to do.
-
-        Raises:
-            CudaError: when it does nothing any more, whatever it is asked; or is being recorded.
-        """
+        """Waits for all work of the device; raises CudaError when it has failed, or is recording a CUDA graph."""
         self._call("cudaDeviceSynchronize")
 
     def free_bytes(self) -> int:
-        """Bytes of the device's memory that nobody has taken.
-
-        Raises:
-            CudaError: when the device does not answer.
-        """
+        """Free bytes of the device's memory."""
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
         self._call("cudaMemGetInfo", ctypes.byref(free), ctypes.byref(total))
         return free.value
 
     def allocate(self, num_bytes: int) -> int:
-        """The address of so many bytes on the device.
-
-        Raises:
-            CudaError: when there are not so many.
-        """
+        """Allocates device memory and returns its address."""
         address = ctypes.c_void_p()
         self._call("cudaMalloc", ctypes.byref(address), ctypes.c_size_t(num_bytes))
         return address.value or 0
 
     def free(self, address: int) -> None:
-        """Gives back what `allocate` gave."""
+        """Frees memory of `allocate`."""
         self._call("cudaFree", ctypes.c_void_p(address))
 
     def write(self, address: int, values: npt.NDArray[Any]) -> None:
@@ -97,21 +76,17 @@ class CudaRuntime:
         self._copy(values.ctypes.data, address, values.nbytes, _TO_HOST)
 
     def pinned(self, num_bytes: int) -> Bytes:
-        """Memory of this host that the device reaches without a detour, `[num_bytes]`; freed with its last view.
-
-        Raises:
-            CudaError: when there is not so much.
-        """
+        """Pinned host memory, `[num_bytes]`, freed with its last view."""
         return np.asarray(_Pinned(self, num_bytes))
 
     def allocate_pinned(self, num_bytes: int) -> int:
-        """The address of so many bytes of such memory; see `pinned`."""
+        """Allocates pinned memory and returns its address; see `pinned`."""
         address = ctypes.c_void_p()
         self._call("cudaMallocHost", ctypes.byref(address), ctypes.c_size_t(num_bytes))
         return address.value or 0
 
     def free_pinned(self, address: int) -> None:
-        """Gives back what `allocate_pinned` gave."""
+        """Frees memory of `allocate_pinned`."""
         self._call("cudaFreeHost", ctypes.c_void_p(address))
 
     def _copy(self, target: int, source: int, num_bytes: int, kind: int) -> None:
@@ -120,16 +95,16 @@ class CudaRuntime:
 
     def _call(self, name: str, *arguments: Any) -> None:
         if code := getattr(self._library, name)(*arguments):
-            # Kept for whoever asks next, it would be taken for a fault of theirs.
+            # Clears the error, which the next call would report as its own.
             self._library.cudaGetLastError()
             raise CudaError(f"{name}: {self._library.cudaGetErrorString(code).decode()}")
 
 
 class _Pinned:
-    """What NumPy makes an array of that keeps the memory until it is gone itself."""
+    """Pinned memory as NumPy's array interface; arrays of it keep it alive."""
 
     def __init__(self, runtime: CudaRuntime, num_bytes: int) -> None:
-        # NumPy takes no address of nothing.
+        # NumPy refuses a null address.
         size = max(num_bytes, 1)
         address = runtime.allocate_pinned(size)
         self.__array_interface__ = {"shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 3}
@@ -137,7 +112,7 @@ class _Pinned:
 
 
 def cuda_runtime(version: str) -> CudaRuntime:
-    """CUDA's runtime library of so many a version, as "13.0".
+    """CUDA's runtime library of a version such as "13.0".
 
     Raises:
         CudaError: when it cannot be loaded.
@@ -152,12 +127,12 @@ def cuda_runtime(version: str) -> CudaRuntime:
 def find_problem(
     folder: Path, runtime: Callable[[], CudaRuntime], load: Callable[[Path], None] | None = None
 ) -> str | None:
-    """Why ONNX Runtime cannot compute on a CUDA device here, naming the library that is missing; None if it can.
+    """Why ONNX Runtime cannot compute on a CUDA device here, naming a missing library; None if it can.
 
     Args:
-        folder: where ONNX Runtime's own libraries are.
-        runtime: gives CUDA's.
-        load: loads a library or raises OSError; the system's loader unless given.
+        folder: of ONNX Runtime's own libraries.
+        runtime: loads CUDA's.
+        load: loads a library or raises OSError; default: the system's loader.
     """
     try:
         for name in (_BRIDGE, PROVIDER_LIBRARY):
@@ -174,12 +149,12 @@ def _load(path: Path) -> None:
     if path.name != _BRIDGE:
         ctypes.CDLL(str(path))
     elif path.exists():
-        # By which a provider that is built into ONNX Runtime reaches it: its names are for all that come after.
+        # The provider finds ONNX Runtime through the bridge's symbols, so they must be global.
         ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
 
 
 def _describe(complaint: str) -> str:
-    """The loader's complaint, and what is to be done about it."""
+    """The loader's error, with what to do about it."""
     missing = re.match(r"(\S+): cannot open shared object file", complaint)
     if missing is None:
         return complaint

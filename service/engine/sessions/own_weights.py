@@ -1,16 +1,14 @@
-"""Weights that a running model has to itself, whatever becomes of the files that they came from.
+"""Weights that no longer depend on their files once a model runs.
 
-ONNX Runtime by itself maps weights from their file and reads them there for as long as the model runs: a process that
-writes to the file changes the model, and truncating it ends the process with SIGBUS. So the mapping is ours here. Most
-weights are copied as a graph is loaded, into a layout of ONNX Runtime's or of the project's kernels; once the graph has
-run, what it still read from the mapping is copied in place (`own`). A graph runs every node, so that what a first run
-has not read no run reads: that costs no memory, and stays a part of the file.
+ONNX Runtime by itself maps weights from their file for the model's life: writing to the file changes the model, and
+truncating it ends the process with SIGBUS. Here the mapping is ours. While a graph is loaded, most weights are
+prepacked into other memory; after its first run, `own` copies in place what was still read from the mapping. A run
+executes every node, so weights that the first run did not read are never read: they stay mapped and cost no memory.
 
-Until then, truncating the file would still end the process. A process that serves has the file copied into memory of
-its own first, by reading it, and loads and proves the graph from that copy (`is_copied`). The copy takes as much memory
-as the file has bytes, until `own` gives it back.
+Before `own`, truncating would still end the process. A process that serves therefore reads the file into memory first,
+and loads and proves the graph from that copy (`is_copied`), which takes the file's size until `own` frees it.
 
-Copies need Linux; elsewhere weights stay a part of the file.
+Linux only; elsewhere weights stay mapped.
 """
 
 from __future__ import annotations
@@ -35,9 +33,9 @@ from model.spec.reading import open_regular, read_bytes
 from service.errors import StartupError
 
 _DTYPES: Mapping[int, Any] = {1: np.float32, 2: np.uint8, 3: np.int8, 6: np.int32, 7: np.int64, 10: np.float16}
-# Those that are smaller share pages with others, and are copied without being asked about.
+# Smaller tensors share pages with others, and are always copied.
 _SMALL_BYTES = 1 << 16
-_PIECE_BYTES = 1 << 24
+_STEP_BYTES = 1 << 24
 _IS_LINUX = sys.platform == "linux"
 _PRESENT = np.uint64(1 << 63)
 
@@ -47,14 +45,13 @@ class OwnWeights:
 
     Args:
         path: the graph.
-        is_copied: whether files are copied before anything is read of them: for a process that serves others.
+        is_copied: copies files before reading them, for a process that serves.
 
     Attributes:
-        arrays: by name, where they lie; those of types that NumPy does not know are left out.
+        arrays: mapped weights by name, without dtypes that NumPy lacks.
 
     Raises:
-        StartupError: when the graph or a file of its weights cannot be read, or is shorter than the graph says, or
-            changes while it is copied.
+        StartupError: when a file cannot be read, is shorter than the graph says, or changes while it is copied.
     """
 
     def __init__(self, path: Path, *, is_copied: bool = False) -> None:
@@ -69,12 +66,12 @@ class OwnWeights:
             raise StartupError([f"{path}: {error}"]) from error
 
     def forget(self) -> None:
-        """Has it forgotten what was read so far: for after loading, when all that is copied has been."""
+        """Resets which pages count as read; after loading, which has prepacked its share."""
         for file in self._files.values():
             file.forget()
 
     def own(self) -> None:
-        """Copies what was read since `forget`; before another thread runs the graph. Does nothing the second time.
+        """Copies weights that were read since `forget`; before another thread runs the graph, and only once.
 
         Raises:
             StartupError: when a file has changed since it was opened.
@@ -92,7 +89,7 @@ class OwnWeights:
 
 
 class _MappedFile:
-    """A file that is mapped for this process alone, or a copy of it in memory that no other process can truncate."""
+    """A private mapping of a file, or of a copy of it in memory that no other process can truncate."""
 
     def __init__(self, path: Path, *, is_copied: bool) -> None:
         self._path = path
@@ -110,8 +107,8 @@ class _MappedFile:
         begin, end = tensor.offset, tensor.offset + array.nbytes
         self._ranges.append((begin, end))
         if end - begin > _SMALL_BYTES and _IS_LINUX:
-            # The kernel maps pages around one that is read, but no farther than memory is of the same kind: what is
-            # read of its neighbors is not to count for this tensor. Nor is it of any use in a core dump.
+            # The kernel faults in neighboring pages, but not across mappings with other flags: so reading a neighbor
+            # does not count for this tensor. Weights are of no use in a core dump either.
             first, last = _inner_pages(begin, end)
             self._map.madvise(mmap.MADV_DONTDUMP, first * mmap.PAGESIZE, (last - first) * mmap.PAGESIZE)
         return array.reshape(tensor.shape)
@@ -133,33 +130,33 @@ class _MappedFile:
         if self._look() != self._state:
             raise self._change()
         if self._source is not self._stream:
-            os.ftruncate(self._source.fileno(), 0)  # nothing of it is mapped any more, and the mapping holds it open
+            os.ftruncate(self._source.fileno(), 0)  # no longer mapped, but the mapping keeps it open
             self._source.close()
         self._stream.close()
 
     def _read_ranges(self, present: npt.NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
-        """Places of tensors that are small or were read, in whole pages."""
+        """Ranges of tensors that are small or were read, in whole pages."""
         for begin, end in self._ranges:
             first, last = _inner_pages(begin, end)
             if end - begin <= _SMALL_BYTES or present[first:last].any():
                 yield (first - 1) * mmap.PAGESIZE, (last + 1) * mmap.PAGESIZE
 
     def _copy(self, address: int, begin: int, end: int) -> None:
-        """Puts memory of this process in the place of a part of the file, with the same in it."""
+        """Replaces a part of the mapping by private memory with the same contents."""
         self._place(address, begin, end, mmap.MAP_ANONYMOUS, -1)
         view = memoryview(self._map)
-        for place in range(begin, min(end, len(view)), _PIECE_BYTES):
-            piece = view[place : min(end, place + _PIECE_BYTES)]
+        for place in range(begin, min(end, len(view)), _STEP_BYTES):
+            piece = view[place : min(end, place + _STEP_BYTES)]
             if os.preadv(self._source.fileno(), [piece], place) != len(piece):
                 raise self._change()
 
     def _map_file(self, address: int, begin: int, end: int) -> None:
-        """Has a part that no run reads be a part of the file, where it was one of the copy."""
+        """Maps a part that no run reads from the file instead of the copy."""
         if self._source is not self._stream and begin < end:
             self._place(address, begin, end, 0, self._stream.fileno())
 
     def _place(self, address: int, begin: int, end: int, flags: int, descriptor: int) -> None:
-        """Maps something else in the place of whole pages: of the file from `begin` on, or empty memory."""
+        """Replaces whole pages: by the file from `begin` on, or by empty memory."""
         flags |= mmap.MAP_PRIVATE | _MAP_FIXED
         offset = 0 if descriptor < 0 else begin
         place, num_bytes = address + begin, end - begin
@@ -167,15 +164,15 @@ class _MappedFile:
             raise StartupError([f"{self._path}: no memory for {num_bytes} bytes of weights"])
 
     def _copy_whole(self) -> BinaryIO:
-        """The file's bytes in memory: read and never mapped, so that truncating the file raises an error at worst.
+        """A copy of the file in memory, by reading: truncating the file meanwhile raises an error.
 
-        The file itself where the process may write no file that large: Linux counts files in memory, too.
+        The file itself where RLIMIT_FSIZE forbids the copy, as Linux counts files in memory, too.
         """
         memory = os.fdopen(os.memfd_create("weights"), "w+b", buffering=0)
         num_bytes, done = self._state[0], 0
         try:
             while done < num_bytes:
-                count = os.sendfile(memory.fileno(), self._stream.fileno(), done, min(num_bytes - done, _PIECE_BYTES))
+                count = os.sendfile(memory.fileno(), self._stream.fileno(), done, min(num_bytes - done, _STEP_BYTES))
                 if not count:
                     raise self._change()
                 done += count
@@ -201,12 +198,12 @@ _mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, 
 
 
 def _inner_pages(begin: int, end: int) -> tuple[int, int]:
-    """The pages of a tensor but the first and the last, which may belong to others as well."""
+    """The pages of a tensor without the first and the last, which others may share."""
     return begin // mmap.PAGESIZE + 1, -(-end // mmap.PAGESIZE) - 1
 
 
 def _present_pages(address: int, num_bytes: int) -> npt.NDArray[np.bool_]:
-    """Which pages of a mapping this process has read; all of them where the system does not say."""
+    """Which pages of a mapping this process has read; all if the system does not say."""
     first, count = address // mmap.PAGESIZE, -(-num_bytes // mmap.PAGESIZE)
     try:
         with Path("/proc/self/pagemap").open("rb", buffering=0) as pages:
@@ -217,7 +214,7 @@ def _present_pages(address: int, num_bytes: int) -> npt.NDArray[np.bool_]:
 
 
 def _joined(ranges: Iterator[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ranges in order, those that touch as one."""
+    """Sorted ranges, merged where they touch."""
     joined: list[tuple[int, int]] = []
     for begin, end in sorted(ranges):
         if joined and begin <= joined[-1][1]:

@@ -1,1 +1,1 @@
-"""The graphs over slots: K/V in contiguous rows, one for each running sequence."""
+"""The slots backend: K/V in one contiguous row per running sequence."""

@@ -1,7 +1,4 @@
-"""The decoder graph over slots: its inputs as arrays to write, its K/V in place, its logits in rows of the output.
-
-Knows which array is which input; not what is fed, nor when.
-"""
+"""The decoder graph over slots: which array is bound to which input and output."""
 
 from __future__ import annotations
 
@@ -19,16 +16,16 @@ Float32 = npt.NDArray[np.float32]
 
 
 class SlotDecoder:
-    """The decoder of an artifact (`model.spec.artifact.decoder_signature`) and what it reads besides tokens.
+    """The decoder graph (`model.spec.artifact.decoder_signature`) and its inputs besides tokens.
 
     Args:
         config: the model's sizes.
-        kv: the K/V that the graph reads and writes.
+        kv: the cache that the graph reads and writes.
         session: the graph.
         logits: `[rows, V]`, the output.
 
     Attributes:
-        seqlens_k: `[slots] int32`, each row's tokens minus one, those that are fed counted.
+        seqlens_k: `[slots] int32`, each row's tokens minus one, fed ones included.
         total_sequence_length: `[] int32`, the largest of them plus one.
         source_lengths: `[slots] int32`, of an encoder-decoder's rows.
     """
@@ -45,7 +42,7 @@ class SlotDecoder:
         self._names = [f"{part}_{layer}" for layer in range(config.num_layers) for part in ("key", "value")]
 
     def bind(self, rows: slice, logits_rows: slice) -> Binding:
-        """Ties the graph to slots and to rows of the output; what is missing are tokens (`bind_tokens`)."""
+        """Binds the graph to slots and rows of the output, without tokens (`bind_tokens`)."""
         inputs: dict[str, Array] = {
             "seqlens_k": self.seqlens_k[rows],
             "total_sequence_length": self.total_sequence_length,
@@ -61,15 +58,15 @@ class SlotDecoder:
         return self._session.bind(inputs, outputs)
 
     def bind_logits(self, binding: Binding, logits_rows: slice) -> None:
-        """Ties what `bind` made to other rows of the output."""
+        """Rebinds a binding to other rows of the output."""
         binding.bind_outputs({"logits": self._logits[logits_rows]})
 
     def bind_apart(self, own: Sequence[Array], num_tokens: int, logits: Float32) -> Binding:
-        """Ties the graph to K/V outside the slots, in which all rows are full with `num_tokens`, as `bind` does.
+        """Binds the graph to K/V outside the slots, without tokens (`bind_tokens`).
 
         Args:
             own: for each layer K then V, `[rows, kv_heads, num_tokens, head_dim]`.
-            num_tokens: how many are fed to each row, which has none before.
+            num_tokens: fed to each row, which is empty before.
             logits: `[wanted, V]`.
         """
         inputs: dict[str, Array] = {
@@ -82,7 +79,7 @@ class SlotDecoder:
         return self._session.bind(inputs, outputs)
 
     def bind_tokens(self, binding: Binding, input_ids: Array, position_ids: Array, logits_indices: Array) -> None:
-        """Ties a binding to tokens, `[rows, S] int64`, and to the flat places after which logits are wanted."""
+        """Binds tokens, `[rows, S] int64`, and the flat indices of the tokens whose logits are wanted."""
         inputs = {"input_ids": input_ids, "logits_indices": logits_indices}
         if self._has_position_ids:
             inputs["position_ids"] = position_ids

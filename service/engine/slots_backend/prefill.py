@@ -55,7 +55,7 @@ class ChunkPrefill:
 
 @dataclass(frozen=True, slots=True)
 class _GroupRun:
-    """The decoder graph, tied to so many rows of one padded length, and what such a run reads and writes."""
+    """A binding for one number of rows and one padded length, with its arrays."""
 
     binding: Binding
     input_ids: Array
@@ -65,16 +65,16 @@ class _GroupRun:
 
 
 class GroupPrefill:
-    """Short beginnings of several slots in one run of the decoder graph.
+    """Computes short first chunks of several slots in one run.
 
-    It has K/V of its own, exactly as wide as the padding, so that no slot's memory ever sees padding. To the graph the
-    padding is tokens like others: attention is causal, and nobody looks at what comes of them.
+    The run has K/V of its own, as wide as the padded length, so that padding never reaches the slots. Padding tokens
+    follow the real ones: attention is causal, and their results are ignored.
 
     Args:
         decoder: the graph.
-        kv: where the K/V of the tokens go.
-        logits: `[rows, V]`, where the logits go; what lies behind the slots' is used in passing.
-        max_tokens: how many tokens a group has at most, padding included.
+        kv: the cache.
+        logits: `[rows, V]`, the output; rows behind the slots' are scratch.
+        max_tokens: of a group, padding included.
     """
 
     def __init__(self, decoder: SlotDecoder, kv: SlotKV, logits: Float32, max_tokens: int) -> None:
@@ -87,10 +87,10 @@ class GroupPrefill:
         self._runs: dict[tuple[int, int], _GroupRun] = {}
 
     def run(self, group: PrefillGroup) -> None:
-        """Computes a group: K/V go to the slots, the logits after each row's last token to the slot's row.
+        """Writes K/V to the slots, and the logits after each row's last token to the slot's row.
 
         Raises:
-            GraphError: when the run fails; the slots' K/V are as they were then.
+            GraphError: when the run fails; the slots' K/V are unchanged then.
         """
         lengths = [len(row.token_ids) for row in group.rows]
         slots = [row.slot for row in group.rows]

@@ -1,14 +1,12 @@
-"""A scheduled batch in, logits out: the graphs of an artifact, run over slots.
+"""The runner over slots: a scheduled batch in, logits out, by ONNX Runtime on the CPU.
 
-`Runner` is all that the engine asks for; `OrtRunner` does it with ONNX Runtime on the CPU. Every tensor is allocated
-once: inputs are written through NumPy views, K/V is read and written in place, logits land in the row of their slot.
-Knows nothing of requests, of sampling, or of why a batch looks as it does; token ids are checked long before.
+Tensors are allocated once: inputs are written through NumPy views, K/V are read and written in place, logits go to the
+row of their slot. Knows nothing of requests or sampling.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,39 +21,16 @@ from service.engine.slots_backend.prefill import ChunkPrefill, GroupPrefill
 Float32 = npt.NDArray[np.float32]
 
 
-class Runner(Protocol):
-    """Computes batches, one after another, each on the K/V that those before it left."""
-
-    def run(self, batch: ScheduledBatch) -> Float32:
-        """Runs one step.
-
-        Returns:
-            `[slots + R, V] float32`, row `slot` being the logits after the last token that the batch feeds to that
-            slot, the R rows behind them what chunks want besides (`PrefillChunk.num_scored`). Rows that were not fed
-            are undefined; the array is overwritten by the next call.
-
-        Raises:
-            Exception: when the step fails; the K/V of every slot is in doubt then.
-        """
-
-    def own_weights(self) -> None:
-        """Makes all graphs independent of their files; called when all of them have run.
-
-        Raises:
-            StartupError: when the files have changed since the graphs were loaded.
-        """
-
-
 class OrtRunner:
     """Runs the CPU graphs of one artifact.
 
     Args:
         config: the model's sizes.
-        kv: the cache that this runner alone changes.
+        kv: the cache, changed by this runner only.
         decoder: the decoder graph (`model.spec.artifact.decoder_signature`).
-        encoder: the encoder graph of an encoder-decoder, None for a decoder-only model.
-        max_prefill_tokens: how many tokens of prompts a batch has at most, padding included. Room for the logits and
-            the K/V of all of them is reserved, and like that of slots touched only as it is used.
+        encoder: the encoder graph of an encoder-decoder.
+        max_prefill_tokens: prompt tokens of a batch, padding included. Their logits and K/V are reserved, and touched
+            only as used.
     """
 
     def __init__(
@@ -118,7 +93,7 @@ class OrtRunner:
         self.kv.write_cross([row.slots for row in group.rows], tensors)
 
     def _decode(self, rows: Sequence[DecodeRow]) -> None:
-        """One token for each of the slots `0 … n-1`."""
+        """Computes one token for each of the slots `0 … n-1`."""
         num_rows = len(rows)
         positions = [row.position for row in rows]
         self._input_ids[:num_rows, 0] = [row.token_id for row in rows]

@@ -28,7 +28,7 @@ from service.engine.kv.budget import (
     device_overhead_bytes,
     graph_bytes,
     plan_kv_memory,
-    ready_bytes,
+    prefault_bytes,
     step_bytes,
 )
 from service.errors import StartupError
@@ -110,7 +110,7 @@ def test_kv_memory_without_room_for_one_sequence_is_refused(one: Manifest) -> No
 def test_kv_memory_beyond_the_machine_is_refused_with_the_logits_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
     budget = plan_kv_memory(DECODER_ONLY, NUM_SLOTS, None)
     logits = (NUM_SLOTS + 5) * DECODER_ONLY.config.vocab_size * 4 + 5 * budget.token_bytes
-    besides = logits + ready_bytes(DECODER_ONLY, budget, NUM_SLOTS)
+    besides = logits + prefault_bytes(DECODER_ONLY, budget, NUM_SLOTS)
     monkeypatch.setattr(kv_memory, "memory_limit", lambda: budget.num_bytes + besides)
     check_memory(DECODER_ONLY, budget, NUM_SLOTS, 5)
     with pytest.raises(StartupError, match=f"{NUM_SLOTS + 6} rows of logits need"):

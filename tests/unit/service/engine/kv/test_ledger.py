@@ -54,7 +54,7 @@ def compute(ledger: KVLedger, group: SequenceGroup) -> None:
     for start in range(leader.num_computed_tokens, leader.num_tokens, CHUNK):
         count = min(CHUNK, leader.num_tokens - start)
         leader.num_computed_tokens += count
-        ledger.keep_chunk(slot, start, count)
+        ledger.cache_chunk(slot, start, count)
 
 
 def admit(ledger: KVLedger, group: SequenceGroup) -> list[int]:
@@ -116,7 +116,7 @@ def test_ledger_preempted_rows_are_saved_before_anybody_moves_and_come_back_in_a
         compute(ledger, group)
     ledger.preempt(victim)
     assert operations(ledger) == (KVSave(0, 1, 2, 0), KVCopy(1, 0, 3, 0))
-    assert ledger.num_tokens_at_hand(victim) == 0
+    assert ledger.num_cached_tokens(victim) == 0
     assert admit(ledger, victim) == [1]
     assert operations(ledger) == (KVRestore(1, 1), KVDrop(1))
     assert (victim.handles, victim.sequences[0].num_computed_tokens) == ((), 2)
@@ -140,7 +140,7 @@ def test_ledger_keeps_whole_chunks_and_gives_them_to_who_begins_alike() -> None:
     assert operations(ledger) == (KVSave(0, 1, 4, 0, 0), KVSave(0, 2, 8, 0, 4))
     again = make_group([*range(8)], order=1)
     # Of the second chunk the last logits are wanted.
-    assert ledger.num_tokens_at_hand(again) == CHUNK
+    assert ledger.num_cached_tokens(again) == CHUNK
     admit(ledger, again)
     assert operations(ledger) == (KVRestore(1, 1),)
     assert again.sequences[0].num_computed_tokens == again.num_cached_tokens == CHUNK
@@ -159,7 +159,7 @@ def test_ledger_what_is_kept_is_dropped_from_a_prompts_end_until_a_request_fits(
     admit(ledger, make_group([50], max_tokens=23, order=1))
 
     assert operations(ledger) == tuple(map(KVDrop, dropped))
-    assert ledger.num_kept_bytes == 2 * CHUNK - CHUNK * len(dropped)
+    assert ledger.num_cached_bytes == 2 * CHUNK - CHUNK * len(dropped)
 
 
 def test_ledger_rows_that_nobody_uses_are_freed_before_anything_kept_is_dropped() -> None:
@@ -174,7 +174,7 @@ def test_ledger_rows_that_nobody_uses_are_freed_before_anything_kept_is_dropped(
     # Beside its reservation there is room for the two chunks that are kept, not for what is left in the second row.
     admit(ledger, make_group([50], max_tokens=31, order=2))
     assert operations(ledger) == (KVFree(1),)
-    assert ledger.num_kept_bytes == 2 * CHUNK
+    assert ledger.num_cached_bytes == 2 * CHUNK
 
 
 def test_ledger_a_shorter_owner_keeps_the_memory_under_what_it_may_write() -> None:
@@ -196,7 +196,7 @@ def test_ledger_what_follows_a_piece_that_was_found_is_kept_below_it() -> None:
         admit(ledger, group)
         compute(ledger, group)
     for order, prompt in enumerate(prompts, 2):
-        assert ledger.num_tokens_at_hand(make_group(prompt, order=order)) == 2 * CHUNK
+        assert ledger.num_cached_tokens(make_group(prompt, order=order)) == 2 * CHUNK
 
 
 def test_ledger_a_chunk_is_not_kept_without_those_before_it() -> None:
@@ -206,14 +206,14 @@ def test_ledger_a_chunk_is_not_kept_without_those_before_it() -> None:
         admit(ledger, group)
     (leader,) = long.sequences
     leader.num_computed_tokens = CHUNK
-    ledger.keep_chunk(0, 0, CHUNK)
-    assert ledger.num_kept_bytes == 0
+    ledger.cache_chunk(0, 0, CHUNK)
+    assert ledger.num_cached_bytes == 0
     short.sequences[0].num_computed_tokens = 2
     short.sequences = []
     ledger.release([short])
     leader.num_computed_tokens += CHUNK
-    ledger.keep_chunk(0, CHUNK, CHUNK)
-    assert ledger.num_kept_bytes == 0
+    ledger.cache_chunk(0, CHUNK, CHUNK)
+    assert ledger.num_cached_bytes == 0
 
 
 def test_ledger_no_more_than_one_row_of_a_preempted_request_lies_in_memory_twice() -> None:

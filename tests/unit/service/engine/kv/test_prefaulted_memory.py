@@ -1,4 +1,4 @@
-"""Memory for copies of K/V that is made ready while nobody waits: how much, for whom, and when."""
+"""Pre-faulted memory for copies of K/V: how much, for which copies, and only while the engine is idle."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from model.spec import artifact
 from service.engine import factory
 from service.engine.batch import KVDrop, KVRestore, KVRetain, KVSave
 from service.engine.engine import Engine, LastRun
-from service.engine.kv.budget import memory_needs, plan_kv_memory, ready_bytes
-from service.engine.kv.prefaulted_memory import ReadyMemory
+from service.engine.kv.budget import memory_needs, plan_kv_memory, prefault_bytes
+from service.engine.kv.prefaulted_memory import PrefaultedMemory
 from service.engine.sampling.sampler import Sampler
 from service.engine.scheduler import EngineLimits, Scheduler
 from service.engine.sessions.session import SessionOptions
@@ -31,67 +31,67 @@ SHAPE = (2, 3, 4, 5)
 SIZE = 2 * 3 * 4 * 5 * 4
 
 
-def test_as_much_is_made_ready_as_there_may_be_and_taken_first() -> None:
-    ready = ReadyMemory(SHAPE, np.float32, 3 * SIZE + 1)
-    assert [ready.prepare() for _ in range(4)] == [True, True, False, False]
-    assert ready.num_bytes == 3 * SIZE
-    taken = [ready.take(SHAPE) for _ in range(4)]
-    assert ready.num_bytes == 0
+def test_prefaulted_memory_fills_its_pool_and_is_taken_first() -> None:
+    pool = PrefaultedMemory(SHAPE, np.float32, 3 * SIZE + 1)
+    assert [pool.prefault() for _ in range(4)] == [True, True, False, False]
+    assert pool.num_bytes == 3 * SIZE
+    taken = [pool.take(SHAPE) for _ in range(4)]
+    assert pool.num_bytes == 0
     assert {(array.shape, array.dtype.name) for array in taken} == {(SHAPE, "float32")}
     for number, array in enumerate(taken):
         array.fill(number)
     assert [array[0, 0, 0, 0] for array in taken] == [0, 1, 2, 3], "no two share memory"
     for array in taken:
-        ready.give_back(array)
-    assert ready.num_bytes == 3 * SIZE
-    assert not ready.prepare()
+        pool.give_back(array)
+    assert pool.num_bytes == 3 * SIZE
+    assert not pool.prefault()
 
 
-def test_much_is_made_ready_piece_by_piece_and_never_too_much() -> None:
+def test_prefaulted_memory_touches_a_large_array_in_steps_and_stays_in_its_limit() -> None:
     shape = (3, 1 << 20)
-    ready = ReadyMemory(shape, np.float32, 2 * 12 << 20)
-    assert [ready.prepare() for _ in range(4)] == [True] * 4
-    assert ready.num_bytes == 2 * 12 << 20
-    assert len(ready._arrays) == 1
-    # There is no room for what others leave meanwhile.
-    ready.give_back(np.ones(shape, np.float32))
-    assert [ready.prepare() for _ in range(3)] == [True, False, False]
-    assert ready.num_bytes == 2 * 12 << 20
-    assert not np.any([ready.take(shape) for _ in range(2)])
+    pool = PrefaultedMemory(shape, np.float32, 2 * 12 << 20)
+    assert [pool.prefault() for _ in range(4)] == [True] * 4
+    assert pool.num_bytes == 2 * 12 << 20
+    assert len(pool._arrays) == 1
+    # The pool is full: an array that is given back meanwhile is freed.
+    pool.give_back(np.ones(shape, np.float32))
+    assert [pool.prefault() for _ in range(3)] == [True, False, False]
+    assert pool.num_bytes == 2 * 12 << 20
+    assert not np.any([pool.take(shape) for _ in range(2)])
 
 
-def test_other_shapes_have_none() -> None:
-    ready = ReadyMemory(SHAPE, np.int8, SIZE)
-    ready.prepare()
-    before = ready.num_bytes
-    other = ready.take((2, 3, 9, 5))
+def test_prefaulted_memory_has_one_shape() -> None:
+    pool = PrefaultedMemory(SHAPE, np.int8, SIZE)
+    pool.prefault()
+    before = pool.num_bytes
+    other = pool.take((2, 3, 9, 5))
     assert (other.shape, other.dtype) == ((2, 3, 9, 5), np.int8)
-    ready.give_back(other)
-    assert ready.num_bytes == before
+    pool.give_back(other)
+    assert pool.num_bytes == before
 
 
 @pytest.mark.parametrize(("shape", "num_bytes"), [(SHAPE, SIZE - 1), (SHAPE, 0), ((2, 3, 0, 5), 1000)])
-def test_less_than_an_array_is_none(shape: tuple[int, ...], num_bytes: int) -> None:
-    ready = ReadyMemory(shape, np.float32, num_bytes)
-    assert not ready.prepare()
-    ready.give_back(ready.take(shape))
-    assert ready.num_bytes == 0
+def test_prefaulted_memory_below_one_array_is_none(shape: tuple[int, ...], num_bytes: int) -> None:
+    pool = PrefaultedMemory(shape, np.float32, num_bytes)
+    assert not pool.prefault()
+    pool.give_back(pool.take(shape))
+    assert pool.num_bytes == 0
 
 
-def test_copies_of_whole_chunks_lie_in_it_and_leave_it_behind() -> None:
+def test_prefaulted_memory_holds_saved_chunks_and_is_reused() -> None:
     config = tiny_config("decoder-only")
     size = config.kv_bytes_per_token * 16
-    kv = SlotKV(config, 2, kept_tokens=16, ready_bytes=2 * size)
-    assert kv.prepare()
-    assert not kv.prepare()
-    made = [array.ctypes.data for array in kv._ready._arrays]
+    kv = SlotKV(config, 2, chunk_tokens=16, prefault_bytes=2 * size)
+    assert kv.prefault()
+    assert not kv.prefault()
+    made = [array.ctypes.data for array in kv._prefaulted._arrays]
     rng = np.random.default_rng(0)
     for buffer in kv.own:
         buffer[0] = rng.standard_normal(buffer[0].shape)
     for handle, (start, end) in enumerate([(0, 16), (16, 32), (32, 48), (0, 5)]):
         kv.apply(KVSave(0, handle, end, 0, start))
-    assert kv.stored_bytes == 3 * size + 5 * config.kv_bytes_per_token, "what is ready is nobody's"
-    assert sorted(kept.own.ctypes.data for kept in (kv._kept[0], kv._kept[1])) == sorted(made)
+    assert kv.stored_bytes == 3 * size + 5 * config.kv_bytes_per_token, "the pool does not count"
+    assert sorted(saved.own.ctypes.data for saved in (kv._saved[0], kv._saved[1])) == sorted(made)
     for handle in range(3):
         kv.apply(KVRestore(handle, 1))
     for buffer in kv.own:
@@ -99,35 +99,35 @@ def test_copies_of_whole_chunks_lie_in_it_and_leave_it_behind() -> None:
     for handle in range(4):
         kv.apply(KVDrop(handle))
     assert kv.stored_bytes == 0
-    assert kv._ready.num_bytes == 2 * size
+    assert kv._prefaulted.num_bytes == 2 * size
     kv.apply(KVSave(0, 9, 16, 0))
     kv.apply(KVSave(0, 10, 32, 0, 16))
     kv.apply(KVRetain(frozenset({10})))
-    assert list(kv._kept) == [10]
-    assert (kv.stored_bytes, kv._ready.num_bytes) == (size, size)
+    assert list(kv._saved) == [10]
+    assert (kv.stored_bytes, kv._prefaulted.num_bytes) == (size, size)
 
 
 def build(folder: Path) -> tuple[Engine, int]:
-    """An engine, and how much it may make ready."""
+    """An engine, and its pre-faulted bytes."""
     manifest = artifact.load(folder)
     limits = EngineLimits(max_batch_size=4, prefill_chunk=8, max_prefill_tokens=8)
     engine = factory.build_engine(folder, manifest, str, limits, SessionOptions(intra_op_threads=1), LastRun())
-    return engine, ready_bytes(manifest, plan_kv_memory(manifest, 4, None), 4)
+    return engine, prefault_bytes(manifest, plan_kv_memory(manifest, 4, None), 4)
 
 
-def test_an_engine_makes_an_eighth_of_its_budget_ready() -> None:
+def test_prefaulted_memory_of_an_engine_is_an_eighth_of_its_budget() -> None:
     engine, most = build(tiny_artifact("decoder-only"))
     budget = engine.kv_memory_bytes
     assert most == budget // 8
-    num_pieces = 1
+    num_chunks = 1
     while engine.prepare():
-        num_pieces += 1
+        num_chunks += 1
     chunk = 8 * tiny_config("decoder-only").kv_bytes_per_token
-    assert num_pieces == most // chunk
+    assert num_chunks == most // chunk
     assert not engine.prepare()
 
 
-def test_copies_of_all_sizes_and_blocks_that_are_shared_have_none() -> None:
+def test_prefaulted_memory_is_none_for_encoder_decoders_and_blocks() -> None:
     for folder in (tiny_artifact("encoder-decoder"), paged_artifact("decoder-only")):
         engine, most = build(folder)
         assert most == 0
@@ -135,16 +135,16 @@ def test_copies_of_all_sizes_and_blocks_that_are_shared_have_none() -> None:
 
 
 @pytest.mark.parametrize("part", [0.3, 1.0, 5.0])
-def test_no_more_is_made_ready_than_is_counted_whatever_the_part(part: float) -> None:
+def test_prefaulted_memory_is_within_what_memory_needs_counts(part: float) -> None:
     manifest = artifact.load(tiny_artifact("decoder-only"))
     whole = plan_kv_memory(manifest, 4, None).num_bytes
     budget = plan_kv_memory(manifest, 4, int(part * whole))
-    assert ready_bytes(manifest, budget, 4) == int(min(part, 1.0) * whole) // 8
+    assert prefault_bytes(manifest, budget, 4) == int(min(part, 1.0) * whole) // 8
     counted = memory_needs(manifest, 4, 0).besides - 4 * manifest.config.vocab_size * 4
-    assert ready_bytes(manifest, budget, 4) <= counted == whole // 8
+    assert prefault_bytes(manifest, budget, 4) <= counted == whole // 8
 
 
-def test_nothing_is_made_ready_for_chunks_that_no_prompt_fills() -> None:
+def test_prefaulted_memory_is_none_for_chunks_beyond_the_context() -> None:
     folder = tiny_artifact("decoder-only")
     limits = EngineLimits(max_batch_size=4, prefill_chunk=128, max_prefill_tokens=128)
     options = SessionOptions(intra_op_threads=1)
@@ -153,7 +153,7 @@ def test_nothing_is_made_ready_for_chunks_that_no_prompt_fills() -> None:
 
 
 @pytest.mark.parametrize("error", [MemoryError, ValueError])
-def test_what_cannot_be_prepared_is_left_out_and_not_tried_again(error: type[Exception]) -> None:
+def test_prefaulting_that_fails_is_not_tried_again(error: type[Exception]) -> None:
     calls: list[int] = []
 
     def fail() -> bool:
@@ -196,7 +196,7 @@ class Heard:
         self.over.set()
 
 
-def test_what_is_done_ahead_ends_once_it_is_done_or_somebody_wants_something() -> None:
+def test_prefaulting_ends_when_done_or_when_a_request_arrives() -> None:
     heard = Heard()
     counts: list[int] = []
 

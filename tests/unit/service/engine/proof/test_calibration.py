@@ -42,7 +42,7 @@ def test_calibration_ends_in_time_and_leaves_nothing_behind(family: object) -> N
     assert new.now - began > 3 * seconds
     assert not new.engine.has_work
     assert new.engine._scheduler.kv_usage_ratio == 0.0
-    assert new.engine._scheduler._ledger.num_kept_bytes == 0
+    assert new.engine._scheduler._ledger.num_cached_bytes == 0
     # What it fed is not cached.
     chunks = [chunk.token_ids for batch in new.runner.batches for chunk in batch.prefills]
     sources = [row.token_ids for batch in new.runner.batches for group in batch.encodes for row in group.rows]

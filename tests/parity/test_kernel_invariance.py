@@ -1,18 +1,16 @@
-"""The law of company, asked of the kernels: a row's numbers have the same bits alone and in any company.
+"""Batch invariance of the kernels: a row's results have the same bits alone and in any batch.
 
-The graphs run as a server runs them, by our kernels where they are built, rows as a prefix of shared buffers bound in
-place. Stale K/V beyond a row's length is NaN here, so a kernel that reads it cannot hide. Sizes are chosen to be
-awkward for vectorised kernels: odd vocabularies, inner widths and buffers, few heads, and widths beside the round ones.
-
-Fewer bits keep the law too, as each row is rounded by itself. In int4 widths are multiples of 16. K/V in eight bits has
-no NaN: there it is random, loud or silent, what lies beyond a row's length.
+The graphs run as in a server: by our kernels where they are built, rows as a prefix of shared buffers bound in place.
+K/V beyond a row's length are NaN, so that reading them shows; int8 K/V, which have no NaN, are random. Sizes are
+awkward for vectorized kernels: odd vocabularies, inner widths and buffers, few heads. In int4 widths are multiples of
+16.
 """
 
 from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -38,7 +36,7 @@ Buffers = dict[str, npt.NDArray[Any]]
 NUM_ROWS = 8
 CONTEXT = 79
 SOURCE_CONTEXT = 61
-COMPANIES: tuple[Sequence[int], ...] = (
+BATCHES: tuple[Sequence[int], ...] = (
     [0, 1],
     [1, 0],
     [3, 2, 1],
@@ -170,7 +168,7 @@ def _decoder(
 
 
 class Decoder:
-    """A decoder graph and `NUM_ROWS` sequences somewhere in their middle, ragged."""
+    """A decoder graph and `NUM_ROWS` sequences of different lengths."""
 
     def __init__(
         self, config: ModelConfig, precision: Precision, kv_precision: KVPrecision, *, by_kernels: bool
@@ -230,7 +228,7 @@ class Decoder:
         return binding.get_outputs()[0].numpy()
 
     def empty_buffers(self, num_rows: int, stale: int = 127) -> Buffers:
-        """What rows hold that nobody has filled: NaN, or `stale` where there is none."""
+        """Unwritten K/V: NaN, or `stale` in int8."""
         shape = (num_rows, self.config.num_kv_heads, CONTEXT, self.config.head_dim)
         if self.kv_precision is KV_INT8:
             return {name: np.full(shape, stale, np.int8) for name in self._names("past")}
@@ -250,21 +248,27 @@ class Decoder:
 
 
 @by_decoder
-def test_decoded_row_has_the_same_bits_alone_and_in_any_company(
+def test_decoded_row_has_the_same_bits_alone_and_in_any_batch(
     family: str, shape: Shape | None, precision: Precision
 ) -> None:
     decoder = _decoder(family, shape, precision)
-    alone = [decoder.decode([row]) for row in range(NUM_ROWS)]
-    assert all(np.isfinite(logits).all() for logits, _ in alone)
-    for company in COMPANIES:
-        logits, buffers = decoder.decode(company)
-        for index, row in enumerate(company):
-            assert logits[index].tobytes() == alone[row][0][0].tobytes(), f"row {row} among {list(company)}"
-            for name, values in buffers.items():
-                assert values[index].tobytes() == alone[row][1][name][0].tobytes(), f"{name} of row {row}"
+    alone = decode_alone_and_batched(decoder, BATCHES)
+    assert all(np.isfinite(logits).all() for logits in alone)
     for row in range(NUM_ROWS):
         longest = decoder.decode([row], total=CONTEXT)[0]
-        assert longest.tobytes() == alone[row][0].tobytes(), "the longest row of a batch is no business of the others"
+        assert longest.tobytes() == alone[row].tobytes(), "another row's length must not matter"
+
+
+def decode_alone_and_batched(decoder: Decoder, batches: Iterable[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
+    """Asserts that logits and K/V have the same bits in all batches; returns each row's logits alone."""
+    alone = [decoder.decode([row]) for row in range(NUM_ROWS)]
+    for batch in batches:
+        logits, buffers = decoder.decode(batch)
+        for index, row in enumerate(batch):
+            assert logits[index].tobytes() == alone[row][0][0].tobytes(), f"row {row} in {list(batch)}"
+            for name, values in buffers.items():
+                assert values[index].tobytes() == alone[row][1][name][0].tobytes(), f"{name} of row {row}"
+    return [logits for logits, _ in alone]
 
 
 @pytest.mark.parametrize(
@@ -310,21 +314,15 @@ def test_decoded_row_over_int8_kv_has_the_same_bits_alone_and_among_up_to_33(
     family: str, shape: Shape, precision: Precision
 ) -> None:
     decoder = _decoder(family, shape, precision, KV_INT8)
-    alone = [decoder.decode([row]) for row in range(NUM_ROWS)]
     rng = np.random.default_rng(3)
-    companies = [*COMPANIES, *(rng.integers(0, NUM_ROWS, size).tolist() for size in (2, 7, 16, 17, 31, 32, 33))]
-    for company in companies:
-        logits, buffers = decoder.decode(company)
-        for index, row in enumerate(company):
-            assert logits[index].tobytes() == alone[row][0][0].tobytes(), f"row {row} among {list(company)}"
-            for name, values in buffers.items():
-                assert values[index].tobytes() == alone[row][1][name][0].tobytes(), f"{name} of row {row}"
+    larger = (rng.integers(0, NUM_ROWS, size).tolist() for size in (2, 7, 16, 17, 31, 32, 33))
+    alone = decode_alone_and_batched(decoder, (*BATCHES, *larger))
     for row in range(NUM_ROWS):
         loud = {name: values[[row]] for name, values in decoder.buffers.items()}
         for name, values in loud.items():
             values[:, :, (decoder.past if name.startswith("past") else decoder.source_lengths)[row] :] = 127
         again = decoder.run(decoder.tokens[[row], None], decoder.past[[row]], loud, CONTEXT, [row])
-        assert again.tobytes() == alone[row][0].tobytes(), "what lies beyond a row's length is nobody's business"
+        assert again.tobytes() == alone[row].tobytes(), "K/V beyond a row's length must not matter"
 
 
 @pytest.mark.parametrize(
@@ -370,8 +368,8 @@ def test_short_prompt_has_the_same_bits_alone_and_together_whatever_pads_it(
         prompts = rng.integers(0, decoder.config.vocab_size, (NUM_ROWS, padded))
         alone = [_prefill_together(decoder, prompts[[row]], lengths[[row]])[0] for row in range(NUM_ROWS)]
         prompts[np.arange(padded) >= lengths[:, None]] = 1
-        for company in COMPANIES:
-            rows = list(company)
+        for batch in BATCHES:
+            rows = list(batch)
             together = _prefill_together(decoder, prompts[rows], lengths[rows])
             assert together == [alone[row] for row in rows], f"rows {rows}, width {padded}"
 
@@ -425,8 +423,8 @@ def test_encoded_source_has_the_same_bits_alone_and_batched(
         ids = rng.integers(0, config.source_vocab_size, (NUM_ROWS, padded))
         lengths = rng.integers(max(1, padded - 15), padded + 1, NUM_ROWS).astype(np.int32)
         alone = [_encode(session, ids[[row]], lengths[[row]]) for row in range(NUM_ROWS)]
-        for company in COMPANIES:
-            rows = list(company)
+        for batch in BATCHES:
+            rows = list(batch)
             together = _encode(session, ids[rows], lengths[rows])
             for index, row in enumerate(rows):
                 for batched, single in zip(together, alone[row], strict=True):
