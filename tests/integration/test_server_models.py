@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import inspect
 import json
-import re
+import pickle
 import shutil
 import signal
 import sys
@@ -29,9 +28,9 @@ from model.spec.artifact import read_manifest
 from onward.v1 import generation_pb2 as pb
 from onward.v1 import model_pb2
 from service.app import App
-from service.config import Kernels, ServeConfig
+from service.config import ServeConfig
 from service.engine.engine import LastRun
-from service.engine.types import Device, PrefillProvider
+from service.engine.types import Device
 from service.process import garbage
 from service.repository import library, load_check, loading, startup
 from service.repository.loading import build_engines, load_models, needs_of
@@ -309,11 +308,13 @@ async def test_a_load_check_has_no_more_address_space_than_its_model_needs(tmp_p
         "load_check.load_model = lambda *given: numpy.zeros(12 << 30, numpy.uint8);"
         "sys.exit(load_check.main(sys.argv[1:]))"
     )
-    settings = json.dumps(load_check.settings_of(ServeConfig(models=tmp_path, device=Device.CPU), "a"))
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", greedy, settings, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        *(sys.executable, "-c", greedy, "a"),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
     )
-    out, err = await process.communicate()
+    out, err = await process.communicate(pickle.dumps(ServeConfig(models=tmp_path, device=Device.CPU)))
     assert process.returncode == 0, err
     (problem,) = json.loads(out)["problems"]
     assert problem.startswith("it needs more memory than its manifest implies")
@@ -469,44 +470,6 @@ async def test_a_stall_is_seen_wherever_in_the_block_it_was(at_its_end: bool) ->
         if not at_its_end:
             await asyncio.sleep(0.02)
     assert stall() > 0.25
-
-
-async def test_a_trial_is_told_all_that_makes_an_engine_what_it_is(tmp_path: Path) -> None:
-    """What `build_engines` reads of the configuration, but for how its threads wait and in what order requests go."""
-    own = {"spin", "admission"}
-    read_of_it = set(re.findall(r"\bconfig\.(\w+)", inspect.getsource(build_engines)))
-    # What follows from fields, by the fields that it follows from.
-    for name, value in inspect.getmembers(ServeConfig, lambda member: isinstance(member, property)):
-        if name in read_of_it:
-            read_of_it.remove(name)
-            read_of_it |= set(re.findall(r"\bself\.(\w+)", inspect.getsource(value.fget)))
-    assert "prefill_chunk" in read_of_it
-    told = load_check.settings_of(ServeConfig(models=tmp_path), "a")
-    assert read_of_it - own <= set(told)
-
-
-async def test_a_trial_loads_a_model_as_the_server_that_asks_for_it_would(tmp_path: Path) -> None:
-    asking = ServeConfig(
-        models=tmp_path,
-        max_batch_size=3,
-        prefill_chunk=17,
-        device=Device.CPU,
-        prefill_provider=PrefillProvider.OPENVINO,
-        kernels=Kernels.STANDARD,
-        look_up=3,
-        kv_memory=1 << 20,
-        threads=5,
-        spin=False,
-    )
-    told = json.loads(json.dumps(load_check.settings_of(asking, "a", asking.kv_memory)))
-    name, config = load_check.read_settings(told)
-    assert (name, config) == ("a", asking)
-    # Equal to their names are these as well, but another by identity.
-    assert [type(value) for value in (config.device, config.prefill_provider, config.kernels)] == [
-        Device,
-        PrefillProvider,
-        Kernels,
-    ]
 
 
 async def test_unloading_ends_what_outlives_the_grace_with_a_status() -> None:
