@@ -7,7 +7,6 @@ import gc
 import json
 import pickle
 import shutil
-import signal
 import sys
 import threading
 import time
@@ -144,7 +143,7 @@ async def test_a_model_is_loaded_beside_another_and_answers_as_if_it_had_always_
             assert drafts == 0, "as nobody asked for guesses"
 
 
-async def test_a_loaded_model_is_foretold_from_the_start_if_nobody_was_served_meanwhile(
+async def test_a_loaded_model_is_predicted_from_the_start_if_nobody_was_served_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("service.engine.proof.calibration.MAX_SECONDS", 2.0)
@@ -202,13 +201,13 @@ async def test_a_reload_collects_what_it_replaced_once_that_is_gone(
     assert collected == [["a"]]
 
 
-@pytest.mark.parametrize("name", ["b", "../a", "a/../a", "/etc", "", ".", "..", "a\x00", ".hidden"])
-async def test_what_is_no_model_of_the_folder_is_not_found(tmp_path: Path, name: str) -> None:
+async def test_what_is_no_model_of_the_folder_is_not_found(tmp_path: Path) -> None:
     async with shelf(tmp_path) as shelved:
         shutil.copytree(OLD(), tmp_path / ".hidden")
-        error = await status_of(shelved.load(name))
-        assert error.code() is grpc.StatusCode.NOT_FOUND
-        assert str(tmp_path) not in str(error.details())
+        for name in ("b", "../a", "a/../a", "/etc", "", ".", "..", "a\x00", ".hidden"):
+            error = await status_of(shelved.load(name))
+            assert error.code() is grpc.StatusCode.NOT_FOUND, name
+            assert str(tmp_path) not in str(error.details())
         assert await shelved.names() == ["a"]
 
 
@@ -258,7 +257,7 @@ async def test_a_model_whose_weights_have_no_room_twice_is_refused_before_it_is_
 
 
 @pytest.mark.parametrize("is_fit", [True, False])
-async def test_a_large_model_is_tried_out_in_a_process_of_its_own(
+async def test_a_large_model_is_checked_in_a_child_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_fit: bool
 ) -> None:
     monkeypatch.setattr(library, "MIN_BYTES", 0)
@@ -281,13 +280,12 @@ async def test_a_large_model_is_tried_out_in_a_process_of_its_own(
 _load_model = library.load_model
 
 
-@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL, signal.SIGBUS])
 async def test_a_load_check_that_a_signal_ends_makes_the_model_unfit_and_the_next_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(library, "MIN_BYTES", 0)
     dying = tmp_path / "dying"
-    dying.write_text(f"#!/bin/sh\nkill -{number.value} $$\n")
+    dying.write_text("#!/bin/sh\nkill -SEGV $$\n")
     dying.chmod(0o700)
     (tmp_path / "models").mkdir()
     async with shelf(tmp_path / "models") as shelved:
@@ -296,7 +294,7 @@ async def test_a_load_check_that_a_signal_ends_makes_the_model_unfit_and_the_nex
             patched.setattr(sys, "executable", str(dying))
             error = await status_of(shelved.load("b"))
         assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
-        assert f"ended with {number.name}" in str(error.details())
+        assert "ended with SIGSEGV" in str(error.details())
         await shelved.load("b")
 
 
@@ -433,33 +431,6 @@ async def test_a_change_that_has_begun_is_brought_to_its_end_though_nobody_waits
             await eventually(lambda: server.metric("grpc_server_handled_total", **cancelled) == 1)
         assert len(tokens_of(await read(call))) == 7
         await eventually(lambda: server.app.models.names == ())
-
-
-async def test_a_model_that_fails_is_loaded_anew(tmp_path: Path) -> None:
-    async with shelf(tmp_path) as shelved:
-        before = await shelved.tokens("a")
-        shelved.server.app.models.failing("a")
-        assert (await status_of(shelved.server.generation.Generate(generate_request(model="a")))).code() is (
-            grpc.StatusCode.UNAVAILABLE
-        )
-        await shelved.load("a")
-        assert await shelved.tokens("a") == before
-
-
-async def test_the_only_model_may_be_reloaded_without_its_name(tmp_path: Path) -> None:
-    async with shelf(tmp_path) as shelved:
-        shelved.put("a", NEW())
-        before = await shelved.tokens("a")
-        await shelved.reload("")
-        assert await shelved.tokens("a") != before
-
-
-async def test_a_model_that_is_ready_when_the_server_stops_takes_no_requests(tmp_path: Path) -> None:
-    async with shelf(tmp_path) as shelved:
-        shelved.put("b", NEW())
-        shelved.server.app.models.drain()
-        await shelved.load("b")
-        assert shelved.server.app.models.state("b") is ModelState.DRAINING
 
 
 @pytest.mark.parametrize("at_its_end", [True, False])
