@@ -32,12 +32,12 @@ class CostModel:
 
     Attributes:
         config: the model.
-        pieces: its engine's chunk rules.
+        chunk_rules: its engine's.
         kv_token_bytes: bytes of a token's K/V in memory, the decoder's or its source's; None is float32's.
     """
 
     config: ModelConfig
-    pieces: ChunkRules
+    chunk_rules: ChunkRules
     kv_token_bytes: int | None = None
 
     def most_tokens(self, request: GenerationRequest) -> int:
@@ -58,8 +58,8 @@ class CostModel:
         # The last token of a prompt that is only scored is not computed. The engine refuses an empty prompt.
         prompt = max(1, self._num_given(request) - (0 if request.stopping.max_tokens else 1))
         source = len(request.prompt_token_ids) if self.config.is_encoder_decoder else 0
-        beginning = min(prompt, self.pieces.chunk)
-        is_padded = self.pieces.is_short(0, beginning) and not is_scored
+        beginning = min(prompt, self.chunk_rules.chunk)
+        is_padded = self.chunk_rules.is_short(0, beginning) and not is_scored
         if generated_tokens is None:
             generated_tokens = (self.most_tokens(request),) * request.num_rows
         return RequestShape(
@@ -67,9 +67,9 @@ class CostModel:
             generated_tokens=tuple(generated_tokens),
             source_tokens=source,
             cached_tokens=cached_tokens,
-            chunk=self.pieces.chunk,
-            padded_prompt_tokens=self.pieces.padded_prompt_length(beginning) if is_padded else None,
-            padded_source_tokens=self.pieces.padded_source_length(source) if source else None,
+            chunk=self.chunk_rules.chunk,
+            padded_prompt_tokens=self.chunk_rules.padded_prompt_length(beginning) if is_padded else None,
+            padded_source_tokens=self.chunk_rules.padded_source_length(source) if source else None,
             scores_prompt=is_scored,
         )
 
