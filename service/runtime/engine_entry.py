@@ -44,7 +44,7 @@ class DrainingEngine:
         return output
 
     def settle(self, num_free: int) -> int:
-        """Releases what its requests do not need, or takes what they lack of `num_free` bytes; returns how many it took."""
+        """Releases what its requests do not need, or takes what they lack of `num_free` bytes; how many it took."""
         self._limit = min(self.engine.kv_needed_bytes, self.kept_bytes + num_free)
         self.engine.limit_kv(self._limit)
         taken = max(0, self._limit - self.kept_bytes)

@@ -123,7 +123,8 @@ async def test_of_a_request_that_is_not_streamed_single_steps_are_not_told(
     monkeypatch: pytest.MonkeyPatch, *, is_streamed: bool
 ) -> None:
     # However slow this machine is, no moment is over before the request is.
-    monkeypatch.setattr("service.runtime.outbox.GATHER_SECONDS", FOREVER)
+    for module in ("outbox", "engine_thread"):
+        monkeypatch.setattr(f"service.runtime.{module}.GATHER_SECONDS", FOREVER)
     gate = Gate()
     fakes = {MODEL: fake_engine(FakeRunner(before_run=gate), context=ENDLESS + 1)}
     limits = QueueLimits(max_batch_size=SLOTS, max_queue_size=QUEUE)
