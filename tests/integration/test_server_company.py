@@ -40,8 +40,6 @@ from tests.servers import (
     running,
     served_model,
     status_of,
-    stream_request,
-    tokens_of,
 )
 
 # gRPC's poller holds on to every event loop it has met: one for all.
@@ -122,54 +120,8 @@ async def test_each_model_answers_among_others_what_it_answers_alone(tmp_path_fa
     assert alone["writer"] != alone["other"]
 
 
-async def test_whoever_names_no_model_is_told_which_there_are(tmp_path: Path) -> None:
-    async with serving(tmp_path, ALL) as server:
-        for call in (
-            server.generation.Generate(generate_request("ab")),
-            server.models.GetModel(model_pb2.GetModelRequest()),
-        ):
-            error = await status_of(call)
-            assert error.code() is grpc.StatusCode.NOT_FOUND
-            assert error.details() == "model: must be named, several are served; served: other, translator, writer"
-        await server.models.UnloadModel(model_pb2.UnloadModelRequest(model="other"))
-        await server.models.UnloadModel(model_pb2.UnloadModelRequest(model="translator"))
-        assert (await server.generation.Generate(generate_request("ab", max_tokens=2))).model == "writer"
-
-
-async def test_unloading_one_model_harms_no_stream_of_the_others(tmp_path: Path) -> None:
-    def stream(server: Running, name: str) -> Any:
-        return server.generation.GenerateStream(stream_request("3 May", model=name, max_tokens=70, ignore_eos=True))
-
-    async with serving(tmp_path, ALL) as server:
-        before = {name: tokens_of(await read(await read_accepted(stream(server, name)))) for name in ALL}
-        calls = {name: await read_accepted(stream(server, name)) for name in ALL}
-        unloading = asyncio.create_task(_unload(server, "other"))
-        told = {name: tokens_of(await read(call)) for name, call in calls.items()}
-        await unloading
-        assert told == before
-        assert [await health(server, name) for name in ("", *sorted(ALL))] == [SERVING, NOT_SERVING, SERVING, SERVING]
-        assert server.registry.get_sample_value("onward_kv_memory_bytes", {"model_name": "other"}) is None
-        assert server.metric("model_serving", model_name="translator") == 1
-
-
 async def _unload(server: Running, name: str) -> None:
     await server.models.UnloadModel(model_pb2.UnloadModelRequest(model=name))
-
-
-async def test_a_model_that_does_not_pass_is_alone_with_that() -> None:
-    models = [served_model("good"), served_model("bad", golden_error=1.0), served_model("pair", encoder_decoder=True)]
-    async with running(models) as server:
-        assert [await health(server, name) for name in ("good", "bad", "pair", "")] == [
-            SERVING,
-            NOT_SERVING,
-            SERVING,
-            NOT_SERVING,
-        ]
-        assert (await status_of(server.generation.Generate(generate_request(model="bad")))).code() is (
-            grpc.StatusCode.UNAVAILABLE
-        )
-        for name in ("good", "pair"):
-            assert (await server.generation.Generate(generate_request(model=name, max_tokens=3))).model == name
 
 
 async def test_an_estimate_tells_by_how_much_other_models_lengthen_a_request() -> None:

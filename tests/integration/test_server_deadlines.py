@@ -162,9 +162,8 @@ def by_the_minute() -> Callable[[], float]:
     return lambda: started + MINUTE * next(ticks)
 
 
-@pytest.mark.parametrize("outputs", [1, 2])
-async def test_who_takes_what_there_is_gets_it_and_no_error(outputs: int) -> None:
-    model = served_model(context=512)
+async def test_who_takes_what_there_is_gets_it_and_no_error() -> None:
+    model, outputs = served_model(context=512), 2
     fields: dict[str, Any] = {
         "max_tokens": 500,
         "timeout_seconds": 2 * HOUR,
@@ -234,7 +233,7 @@ async def test_who_takes_what_there_is_and_leaves_is_cancelled_as_ever() -> None
 
 
 @pytest.mark.parametrize(("admission", "overtakes"), [(Admission.DEADLINE, True), (Admission.OFF, False)])
-async def test_early_deadlines_overtake_in_engine_and_forecast_alike_where_admission_is_by_deadline(
+async def test_early_deadlines_overtake_in_engine_and_prediction_alike_where_admission_is_by_deadline(
     admission: Admission, overtakes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[EngineLimits] = []
