@@ -38,7 +38,7 @@ from onward.v1 import model_pb2 as pb
 from onward.v1.generation_pb2_grpc import GenerationServiceStub
 from onward.v1.model_pb2_grpc import ModelServiceStub
 from service.config import ServeConfig
-from service.repository.load_check import settings_of
+from service.repository.load_check import LoadCheck
 from service.repository.loading import build_engines, load_model
 from service.repository.startup import prove
 
@@ -199,9 +199,7 @@ def _stages(runs: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict
 def _time_load_check(folder: Path, settings: LoadingSettings) -> float:
     config = ServeConfig(models=folder.parent, threads=settings.threads, max_batch_size=settings.streams)
     began = time.perf_counter()
-    answer = _ask_child("service.repository.load_check", json.dumps(settings_of(config, folder.name)))
-    if answer["problems"]:
-        raise RuntimeError(f"the load check found {answer['problems']}")
+    LoadCheck().run(config, folder.name, None)
     return time.perf_counter() - began
 
 

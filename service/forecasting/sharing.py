@@ -9,7 +9,8 @@ summed over the other models: w is such a model's weight over ours, so it takes 
 work W that it has now, as far as that goes, and at least its share b of the recent time in which it had work, as more
 requests will come. Exact if nothing comes and no step is long.
 
-Knows weights and who has work; no requests and no clock: moments are `time.monotonic()` seconds. Event loop only.
+Knows weights and which models have work; no requests and no clock: moments are `time.monotonic()` seconds. Event loop
+only.
 """
 
 from __future__ import annotations

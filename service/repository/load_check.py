@@ -4,28 +4,29 @@ An artifact that is unfit, or that crashes ONNX Runtime, is found there, and one
 The child is nice to the running streams and does not spin. Its address space is limited to what such an artifact needs;
 if the machine runs out of memory all the same, the kernel kills this process first.
 
-`python -m service.repository.load_check SETTINGS` is the child. SETTINGS is JSON; the last line of stdout is JSON too:
-the problems of the artifact and how long its sessions took to make.
+`python -m service.repository.load_check NAME` is the child. It reads the server's configuration from stdin, pickled.
+The last line of its stdout is JSON: the problems of the artifact and how long its sessions took to make.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
+import pickle
 import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from service.config import Kernels, ServeConfig
+from service.config import ServeConfig
 from service.engine.engine import LastRun
 from service.engine.kv.budget import weight_bytes
-from service.engine.types import Device
 from service.errors import StartupError
 from service.repository.loading import load_model, manifest_of, needs_of, share_memory
 from service.repository.startup import prepare
@@ -49,38 +50,33 @@ class LoadCheck:
     """Runs the child, one at a time, until it is closed."""
 
     def __init__(self) -> None:
-        self._child: subprocess.Popen[str] | None = None
+        self._child: subprocess.Popen[bytes] | None = None
         self._is_closed = False
 
-    def run(self, config: ServeConfig, name: str, kv_memory: int) -> None:
-        """Checks a model with so many bytes of K/V. Blocks.
+    def run(self, config: ServeConfig, name: str, kv_memory: int | None) -> None:
+        """Checks a model with so many bytes of K/V, by default with what it needs. Blocks.
 
         Raises:
             StartupError: with what the child found, or how it ended.
         """
-        command = [
-            sys.executable,
-            "-m",
-            "service.repository.load_check",
-            json.dumps(settings_of(config, name, kv_memory)),
-        ]
-        with subprocess.Popen(  # noqa: S603 (ourselves)
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        ) as child:
+        config = dataclasses.replace(config, spin=False, kv_memory=kv_memory, kv_shares=())
+        command = [sys.executable, "-m", "service.repository.load_check", name]
+        pipe = subprocess.PIPE
+        with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as child:  # noqa: S603 (ourselves)
             self._child = child
             if self._is_closed:
                 child.kill()
             try:
-                out, err = child.communicate(timeout=MAX_SECONDS)
+                out, err = child.communicate(pickle.dumps(config), MAX_SECONDS)
             except subprocess.TimeoutExpired as error:
                 child.kill()
                 raise StartupError([f"its load check did not end in {MAX_SECONDS:g} s"]) from error
             finally:
                 if self._child is child:
                     self._child = None
-        answer = _last_json(out)
+        answer = _last_json(out.decode())
         if answer is None:
-            _LOGGER.error("the load check of %s ended with %d: %s", name, child.returncode, err.strip()[-2000:])
+            _LOGGER.error("the load check of %s ended with %d: %s", name, child.returncode, err.decode()[-2000:])
             raise StartupError([f"the process of its load check ended with {_ending(child.returncode)}"])
         if problems := answer["problems"]:
             raise StartupError(problems)
@@ -93,34 +89,11 @@ class LoadCheck:
             self._child.kill()
 
 
-def settings_of(config: ServeConfig, name: str, kv_memory: int | None = None) -> dict[str, Any]:
-    """What the child needs to load a model as this server would, with so many bytes of K/V."""
-    return {
-        "folder": str(config.models),
-        "name": name,
-        "max_batch_size": config.max_batch_size,
-        "prefill_chunk": config.prefill_chunk,
-        "device": str(config.device),
-        "kv_memory": kv_memory,
-        "threads": config.threads,
-        "kernels": str(config.kernels),
-        "look_up": config.look_up,
-    }
-
-
-def read_settings(settings: Mapping[str, Any]) -> tuple[str, ServeConfig]:
-    """The model's name and the configuration to load it by, from `settings_of`."""
-    others = {name: value for name, value in settings.items() if name not in ("name", "folder")}
-    others["device"] = Device(settings["device"])
-    others["kernels"] = Kernels(settings["kernels"])
-    return settings["name"], ServeConfig(models=Path(settings["folder"]), spin=False, **others)
-
-
 def main(argv: Sequence[str]) -> int:
     """The child; 0 whether the model is fit or not."""
     os.nice(_NICENESS)
-    (text,) = argv
-    name, config = read_settings(json.loads(text))
+    (name,) = argv
+    config: ServeConfig = pickle.load(sys.stdin.buffer)  # noqa: S301 (of the server that started this process)
     problems: list[str] = []
     seconds = 0.0
     _limit_memory(config.models / name, config)

@@ -25,7 +25,7 @@ class EngineCall:
 class DrainingEngine:
     """An engine that was replaced or removed: it ends what it has begun; `released` then runs on the event loop.
 
-    `kept_bytes` is the most that its K/V take until its next step: only a step frees what it gives up.
+    `kept_bytes` is the most that its K/V take until its next step: only a step frees what it releases.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class DrainingEngine:
         return output
 
     def settle(self, num_free: int) -> int:
-        """Gives up what its requests do not need, or takes what they lack of `num_free` bytes; how many it took."""
+        """Releases what its requests do not need, or takes what they lack of `num_free` bytes; how many it took."""
         self._limit = min(self.engine.kv_needed_bytes, self.kept_bytes + num_free)
         self.engine.limit_kv(self._limit)
         taken = max(0, self._limit - self.kept_bytes)
@@ -102,7 +102,7 @@ class EngineEntry:
         return done
 
     def share_memory(self) -> None:
-        """Deals out the K/V memory that engines have given up by now."""
+        """Deals out the K/V memory that engines have released by now."""
         num_free = max(0, self._part - self._limit - sum(each.kept_bytes for each in self.draining))
         for each in self.draining:
             num_free -= each.settle(num_free)

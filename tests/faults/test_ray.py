@@ -5,31 +5,23 @@ The cases are those of docs/scaling-out.md. Needs `make ray` once, which also ru
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
 import time
-import urllib.request
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from grpc_status import rpc_status
-from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.frame import models
 from benchmarks.frame.models import Subject
 from benchmarks.frame.scenario import Run
 from benchmarks.infra import prometheus
-from benchmarks.infra.ray_serve import PYTHON, RayServe, on_ray
+from benchmarks.infra.ray_serve import PYTHON
 from benchmarks.scenarios import scaling_out
 from deploy.ray.ingress import environment
 from onward import Client, IncompleteStream
@@ -42,9 +34,22 @@ from onward.v1.generation_pb2_grpc import GenerationServiceStub
 from onward.v1.model_pb2_grpc import ModelServiceStub
 from service.routing import ROUTING_KEY, routing_key
 from tests.artifacts import tiny_artifact
-from tests.environment import ROOT
 from tests.faults.callers import LONG, NUM_CALLERS, SECONDS, SHORT, TRITON_CLIENT, Load, last_json, run
 from tests.faults.process import DECODER, MODELS, SLOTS, TRANSLATOR, ServerProcess, greedy, serving, streamed, until
+from tests.faults.ray_replicas import (
+    BROKEN,
+    CONTEXT,
+    LOST,
+    PATIENCE,
+    REFUSED,
+    Replicas,
+    infer_request,
+    replicas,
+    services,
+    status_of,
+    tokens_of,
+    told,
+)
 from tests.identities import key_table
 
 pytestmark = [
@@ -52,84 +57,6 @@ pytestmark = [
     # Starting and stopping it takes most of that, on a machine that does other things besides.
     pytest.mark.timeout(900),
 ]
-
-CONTEXT = 2048
-PATIENCE = 240.0
-"""Seconds for Ray to replace a replica on a machine that has much else to do."""
-FLAGS = ("--threads", "1", "--no-spin", "--no-calibrate", "--max-batch-size", str(SLOTS), "--log-level", "error")
-
-
-@dataclass(frozen=True, slots=True)
-class Replicas:
-    """Replicas on Ray, and the folder where Prometheus finds them."""
-
-    ray: RayServe
-    targets: Path
-    channel: grpc.Channel
-
-    @property
-    def generation(self) -> Any:
-        return GenerationServiceStub(self.channel)
-
-    def addresses(self) -> list[str]:
-        """Where their metrics are."""
-        found = [json.loads(path.read_text()) for path in sorted(self.targets.glob("*.json"))]
-        return [address for groups in found for group in groups for address in group["targets"]]
-
-    def samples(self, name: str, **labels: str) -> list[float]:
-        """A metric of each replica that is there, by its name without the prefix, summed over labels not given."""
-        values = []
-        for address in self.addresses():
-            try:
-                with urllib.request.urlopen(f"http://{address}/metrics", timeout=30) as answer:
-                    families = list(text_string_to_metric_families(answer.read().decode()))
-            except OSError:  # it was killed, and nobody has come in its place yet
-                continue
-            values.append(
-                sum(
-                    sample.value
-                    for family in families
-                    for sample in family.samples
-                    if sample.name == f"onward_{name}" and labels.items() <= sample.labels.items()
-                )
-            )
-        return values
-
-    def are_busy(self) -> bool:
-        """Whether both have streams."""
-        running = self.samples("num_requests_running")
-        return len(running) == 2 and all(running)
-
-    def until_two(self, old: Collection[int] = ()) -> None:
-        """Waits until there are two that have proven their models, none of them an old one."""
-
-        def are_there() -> bool:
-            pids = self.ray.replicas()
-            counts = {len(pids), len(self.addresses()), len(self.samples("model_serving"))}
-            return counts == {2} and not set(pids) & set(old)
-
-        until(are_there, "there are not two", PATIENCE)
-
-    def settle(self) -> None:
-        """Waits until no replica holds anything."""
-        names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_ratio")
-        until(lambda: not any(sum(self.samples(name)) for name in names), "requests still run or wait", SECONDS)
-
-
-@contextmanager
-def replicas(folder: Path, *words: str, flags: Sequence[str] = ()) -> Iterator[Replicas]:
-    """Two of them with both families, unless words say otherwise; their decoder has room for streams that last."""
-    models, targets = folder / "models", folder / "targets"
-    models.mkdir()
-    for model in MODELS:
-        overrides = {"context": CONTEXT} if model == DECODER else {}
-        (models / model).symlink_to(tiny_artifact(model, **overrides), target_is_directory=True)
-    given = ("--models", str(models), "--targets", str(targets), "--cores", "0.5", *words, "--", *FLAGS, *flags)
-    with (
-        on_ray("deploy.ray", *given) as ray,
-        grpc.insecure_channel(ray.target, [("grpc.use_local_subchannel_pool", 1)]) as channel,
-    ):
-        yield Replicas(ray, targets, channel)
 
 
 @pytest.fixture(scope="module")
@@ -146,85 +73,6 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 def direct(alone: ServerProcess) -> Iterator[grpc.Channel]:
     with alone.channel() as channel:
         yield channel
-
-
-LOST, BROKEN = {"UNAVAILABLE", "UNKNOWN"}, {"CANCELLED", "INTERNAL", "UNAVAILABLE", "UNKNOWN"}
-"""How whole answers end whose replica is killed, and streams."""
-
-
-def infer_request(model: str = DECODER, **fields: Any) -> oip.ModelInferRequest:
-    request = oip.ModelInferRequest(model_name=model, **fields)
-    request.inputs.add(name="text_input", datatype="BYTES", shape=[1]).contents.bytes_contents.append(b"3 May")
-    request.parameters["max_tokens"].int64_param = 4
-    request.parameters["temperature"].double_param = 0
-    return request
-
-
-def status_of(call: Callable[..., Any], *arguments: Any, timeout: float = SECONDS, **options: Any) -> Any:
-    """The error with which a call ends."""
-    with pytest.raises(grpc.RpcError) as caught:
-        call(*arguments, timeout=timeout, **options)
-    return caught.value
-
-
-def told(error: Any) -> tuple[Any, ...]:
-    """All that a caller hears of an error."""
-    details = [value for name, value in error.trailing_metadata() or () if name == "grpc-status-details-bin"]
-    return error.code(), error.details(), details
-
-
-def generate(**fields: Any) -> Callable[[grpc.Channel], Any]:
-    request = greedy(fields.pop("model", DECODER), **fields)
-    return lambda channel: status_of(GenerationServiceStub(channel).Generate, request)
-
-
-def stream(**fields: Any) -> Callable[[grpc.Channel], Any]:
-    request = streamed(greedy(fields.pop("model", DECODER), **fields))
-    return lambda channel: status_of(lambda *given, **more: list(streaming(channel)(*given, **more)), request)
-
-
-def streaming(channel: grpc.Channel) -> Any:
-    return GenerationServiceStub(channel).GenerateStream
-
-
-def raw(path: str, message: bytes = b"") -> Callable[[grpc.Channel], Any]:
-    return lambda channel: status_of(channel.unary_unary(path), message)
-
-
-_GENERATE = "/onward.v1.GenerationService/Generate"
-REFUSED: Mapping[str, Callable[[grpc.Channel], Any]] = {
-    "value beyond its limit": generate(max_tokens=0),
-    "value beyond its limit, streamed": stream(max_tokens=0),
-    "prompt too long": generate(text="a" * 5000),
-    "prompt too long, streamed": stream(text="a" * 5000),
-    "unknown model": generate(model="nobody"),
-    "not offered": lambda channel: status_of(
-        GenerationServiceStub(channel).Generate,
-        pb.GenerateRequest(model=DECODER, chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="ab")])),
-    ),
-    "no such method": raw("/onward.v1.GenerationService/Nothing"),
-    "no such service": raw("/nobody.Service/Nothing"),
-    "no message": raw(_GENERATE, b"\xff\xff"),
-    "message too large": generate(text="a" * (4 << 20)),
-    "unknown model by the other protocol": lambda channel: status_of(
-        GRPCInferenceServiceStub(channel).ModelInfer, infer_request("nobody")
-    ),
-    "unknown model to be described": lambda channel: status_of(
-        ModelServiceStub(channel).GetModel, model_pb2.GetModelRequest(model="nobody")
-    ),
-}
-
-
-def services(channel: grpc.Channel) -> list[str]:
-    """What reflection lists."""
-    stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-    requests = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
-    (answer,) = stub.ServerReflectionInfo(requests, timeout=SECONDS)
-    return sorted(each.name for each in answer.list_services_response.service)
-
-
-def tokens_of(replicas: Replicas, request: pb.GenerateRequest) -> tuple[int, ...]:
-    return tuple(replicas.generation.Generate(request, timeout=SECONDS).outputs[0].token_ids)
 
 
 class TestByLoad:
@@ -258,22 +106,20 @@ class TestByLoad:
         assert len(asked) == 2
         assert all(asked)
 
-    @pytest.mark.parametrize("method", ["ListModels", "GetModel"])
-    def test_models_are_described_as_by_a_server(self, two: Replicas, direct: grpc.Channel, method: str) -> None:
-        request = getattr(model_pb2, f"{method}Request")(**({"model": TRANSLATOR} if method == "GetModel" else {}))
-        answers = [getattr(ModelServiceStub(channel), method)(request) for channel in (two.channel, direct)]
+    @pytest.mark.parametrize(
+        ("stub", "method", "request_"),
+        [
+            (ModelServiceStub, "ListModels", model_pb2.ListModelsRequest()),
+            (ModelServiceStub, "GetModel", model_pb2.GetModelRequest(model=TRANSLATOR)),
+            (GenerationServiceStub, "Tokenize", pb.TokenizeRequest(model=DECODER, text="3 May")),
+            (GenerationServiceStub, "Score", pb.ScoreRequest(model=DECODER, text="3 May", target_text="1977")),
+        ],
+    )
+    def test_other_unary_calls_are_answered_as_by_a_server(
+        self, two: Replicas, direct: grpc.Channel, stub: Any, method: str, request_: Any
+    ) -> None:
+        answers = [getattr(stub(channel), method)(request_, timeout=SECONDS) for channel in (two.channel, direct)]
         assert answers[0] == answers[1]
-
-    def test_texts_become_tokens_and_scores_as_on_a_server(self, two: Replicas, direct: grpc.Channel) -> None:
-        for name, request in (
-            ("Tokenize", pb.TokenizeRequest(model=DECODER, text="3 May")),
-            ("Score", pb.ScoreRequest(model=DECODER, text="3 May", target_text="1977")),
-        ):
-            answers = [
-                getattr(GenerationServiceStub(channel), name)(request, timeout=SECONDS)
-                for channel in (two.channel, direct)
-            ]
-            assert answers[0] == answers[1]
 
     def test_health_is_reported(self, two: Replicas) -> None:
         stub = health_pb2_grpc.HealthStub(two.channel)
@@ -296,14 +142,6 @@ class TestByLoad:
     ) -> None:
         assert told(ask(two.channel)) == told(ask(direct))
 
-    def test_details_of_a_refusal_can_be_unpacked(self, two: Replicas) -> None:
-        error = status_of(two.generation.Generate, greedy(DECODER, max_tokens=0))
-        status = rpc_status.from_call(error)
-        assert status is not None
-        found = error_details_pb2.BadRequest()
-        assert status.details[0].Unpack(found)
-        assert found.field_violations[0].field == "stopping.max_tokens"
-
     @pytest.mark.parametrize(
         "path",
         [
@@ -322,10 +160,6 @@ class TestByLoad:
     def test_a_watch_of_health_is_not_offered(self, two: Replicas) -> None:
         call = health_pb2_grpc.HealthStub(two.channel).Watch(health_pb2.HealthCheckRequest(), timeout=SECONDS)
         assert call.code().name == "UNIMPLEMENTED"
-
-    def test_an_application_that_is_not_there_is_not_found(self, two: Replicas) -> None:
-        metadata = [("application", "nobody")]
-        assert status_of(two.generation.Generate, SHORT, metadata=metadata).code().name == "NOT_FOUND"
 
     def test_too_much_metadata_ends_a_connection_and_no_other(self, two: Replicas) -> None:
         with grpc.insecure_channel(two.ray.target, [("grpc.use_local_subchannel_pool", 1)]) as channel:
@@ -427,23 +261,13 @@ class TestByLoad:
             with pytest.raises(CallError, match=r"stopping\.max_tokens"):
                 client.generate("3 May", model=DECODER, max_tokens=0)
 
-    @pytest.mark.parametrize("protocol", ["onward", "oip"])
-    def test_load_bench_finds_every_request_answered(self, two: Replicas, protocol: str) -> None:
+    def test_load_bench_finds_every_request_answered(self, two: Replicas) -> None:
         report = last_json(
             run(
-                "-m", "loadtest", "bench", "--target", two.ray.target, "--protocol", protocol, "--model", DECODER,
+                "-m", "loadtest", "bench", "--target", two.ray.target, "--model", DECODER,
                 "--num-prompts", "40", "--max-concurrency", "8", "--prompt-tokens", "8", "--max-tokens", "6",
             )
         )  # fmt: skip
-        assert (report["offered"], report["finished"], report["missing"]) == (40, 40, 0)
-
-    def test_locust_finds_every_request_answered(self, two: Replicas, tmp_path: Path) -> None:
-        run(
-            "-m", "locust", "-f", str(ROOT / "loadtest" / "locustfile.py"), "--headless", "--only-summary",
-            "--host", two.ray.target, "--model", DECODER, "-u", "8", "-r", "8", "--num-prompts", "40",
-            "--prompt-tokens", "8", "--max-tokens", "6", "--report", str(tmp_path / "report"),
-        )  # fmt: skip
-        report = json.loads((tmp_path / "report").read_text(encoding="utf-8"))
         assert (report["offered"], report["finished"], report["missing"]) == (40, 40, 0)
 
     # Who watches.

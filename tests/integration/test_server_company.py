@@ -40,8 +40,6 @@ from tests.servers import (
     running,
     served_model,
     status_of,
-    stream_request,
-    tokens_of,
 )
 
 WRITER = partial(tiny_artifact, "decoder-only")
@@ -117,22 +115,6 @@ async def test_each_model_answers_among_others_what_it_answers_alone(tmp_path_fa
             assert server.metric("engine_run_seconds_count", model_name=name) > 0
             assert server.metric("kv_memory_bytes", model_name=name) == (await memory(server, name))[0]
     assert alone["writer"] != alone["other"]
-
-
-async def test_unloading_one_model_harms_no_stream_of_the_others(tmp_path: Path) -> None:
-    def stream(server: Running, name: str) -> Any:
-        return server.generation.GenerateStream(stream_request("3 May", model=name, max_tokens=70, ignore_eos=True))
-
-    async with serving(tmp_path, ALL) as server:
-        before = {name: tokens_of(await read(await read_accepted(stream(server, name)))) for name in ALL}
-        calls = {name: await read_accepted(stream(server, name)) for name in ALL}
-        unloading = asyncio.create_task(_unload(server, "other"))
-        found = {name: tokens_of(await read(call)) for name, call in calls.items()}
-        await unloading
-        assert found == before
-        assert [await health(server, name) for name in ("", *sorted(ALL))] == [SERVING, NOT_SERVING, SERVING, SERVING]
-        assert server.registry.get_sample_value("onward_kv_memory_bytes", {"model_name": "other"}) is None
-        assert server.metric("model_serving", model_name="translator") == 1
 
 
 async def _unload(server: Running, name: str) -> None:

@@ -160,9 +160,8 @@ def by_the_minute() -> Callable[[], float]:
     return lambda: started + MINUTE * next(ticks)
 
 
-@pytest.mark.parametrize("outputs", [1, 2])
-async def test_partial_on_deadline_returns_the_tokens_so_far(outputs: int) -> None:
-    model = served_model(context=512)
+async def test_partial_on_deadline_returns_the_tokens_so_far() -> None:
+    model, outputs = served_model(context=512), 2
     fields: dict[str, Any] = {
         "max_tokens": 500,
         "timeout_seconds": 2 * HOUR,
@@ -232,7 +231,7 @@ async def test_partial_on_deadline_can_be_canceled() -> None:
 
 
 @pytest.mark.parametrize(("admission", "overtakes"), [(Admission.DEADLINE, True), (Admission.OFF, False)])
-async def test_early_deadlines_overtake_in_engine_and_forecast_alike_where_admission_is_by_deadline(
+async def test_early_deadlines_overtake_in_engine_and_prediction_alike_where_admission_is_by_deadline(
     admission: Admission, overtakes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[EngineLimits] = []

@@ -15,7 +15,6 @@ from typing import Any
 import grpc
 import pytest
 import tokenizers
-from google.rpc import error_details_pb2
 
 from model.spec.tokenizer import Tokenizer
 from onward.v1 import generation_pb2 as pb
@@ -35,7 +34,6 @@ from tests.servers import (
     kinds,
     read,
     read_accepted,
-    rich_details,
     running,
     served_model,
     status_of,
@@ -118,15 +116,6 @@ async def test_output_reads_as_the_continuation_of_its_target_prefix(stop: list[
         assert (prefix + texts[prefix]).split(" ") == [*prefix.split(), *(f"w{token_id}" for token_id in tokens)]
 
 
-async def test_target_prefix_that_leaves_no_room_is_out_of_range() -> None:
-    async with running([served_model(encoder_decoder=True)]) as server:
-        last = await server.generation.Generate(generate_request(target_prefix="a" * (CONTEXT - 2)))
-        error = await status_of(server.generation.Generate(generate_request(target_prefix="a" * (CONTEXT - 1))))
-    assert last.usage.generated_tokens == 1
-    assert error.code() is grpc.StatusCode.OUT_OF_RANGE
-    assert error.details() == f"target_prefix: must have at most {CONTEXT - 2} tokens, got {CONTEXT - 1}"
-
-
 @pytest.mark.parametrize("encoder_decoder", [False, True])
 async def test_score_tells_how_probable_a_target_is(encoder_decoder: bool) -> None:
     model = served_model(encoder_decoder=encoder_decoder)
@@ -201,24 +190,20 @@ async def test_end_of_sequence_ends_the_output_and_has_no_text() -> None:
     assert output.token_ids[-1] == EOS
 
 
-@pytest.mark.parametrize(("include", "text"), [(False, "he"), (True, "hell")])
-async def test_stop_text_ends_the_output_and_is_named(include: bool, text: str) -> None:
-    fields = {"stop": ["zz", "ll"], "include_stop_in_output": include}
+@pytest.mark.parametrize(
+    ("stopping", "text", "matched"),
+    [
+        ({"stop": ["zz", "ll"]}, "he", pb.MatchedStop(text="ll")),
+        ({"stop": ["ll"], "include_stop_in_output": True}, "hell", pb.MatchedStop(text="ll")),
+        ({"stop_token_ids": spell("l")}, "he", pb.MatchedStop(token_id=spell("l")[0])),
+    ],
+)
+async def test_stop_ends_the_output_and_is_named(stopping: dict[str, Any], text: str, matched: pb.MatchedStop) -> None:
     async with running(runner=FakeRunner(SLOTS, next_token=script("hello", prompt_length=3)), trust=True) as server:
-        events = await read(server.stream(**fields))
+        events = await read(server.stream(**stopping))
     assert text_of(events) == text
     assert events[-2].finished.finish_reason == pb.FINISH_REASON_STOP
-    assert events[-2].finished.matched_stop.text == "ll"
-
-
-@pytest.mark.parametrize(("include", "text"), [(False, "he"), (True, "hel")])
-async def test_stop_token_ends_the_output_and_is_named(include: bool, text: str) -> None:
-    fields = {"stop_token_ids": spell("l"), "include_stop_in_output": include}
-    async with running(runner=FakeRunner(SLOTS, next_token=script("hello", prompt_length=3)), trust=True) as server:
-        (output,) = (await server.generation.Generate(generate_request(**fields))).outputs
-    assert output.text == text
-    assert output.finish_reason == pb.FINISH_REASON_STOP
-    assert output.matched_stop.token_id == spell("l")[0]
+    assert events[-2].finished.matched_stop == matched
 
 
 async def test_max_tokens_is_cut_to_the_room_in_the_context() -> None:
@@ -226,14 +211,6 @@ async def test_max_tokens_is_cut_to_the_room_in_the_context() -> None:
         (output,) = (await server.generation.Generate(generate_request(max_tokens=100))).outputs
     assert len(output.token_ids) == 8 - len(PROMPT)
     assert output.finish_reason == pb.FINISH_REASON_LENGTH
-
-
-async def test_same_seed_same_tokens_whether_alone_or_in_company() -> None:
-    fields: dict[str, Any] = {"sampling": pb.SamplingParams(temperature=1.0, seed=7), "max_tokens": 20}
-    async with running() as server:
-        alone = await read(server.stream(**fields))
-        crowd = await asyncio.gather(*(read(server.stream(**fields)) for _ in range(SLOTS)))
-    assert {tuple(tokens_of(events)) for events in crowd} == {tuple(tokens_of(alone))}
 
 
 async def test_rules_hold_over_the_wire_and_leave_logprobs_as_they_are() -> None:
@@ -275,16 +252,6 @@ async def test_arrays_of_a_requests_rules_are_made_once_and_on_no_thread_that_ot
     assert makers[0] not in ("engine", threading.main_thread().name)
 
 
-async def test_64_concurrent_streams_all_complete_with_their_own_tokens() -> None:
-    prompts = ["".join(pair) for pair in itertools.product("abcdefgh", repeat=2)]
-    async with running(max_queue_size=64) as server:
-        streams = await asyncio.gather(*(read(server.stream(text, max_tokens=12)) for text in prompts))
-        assert await server.until_ended(64) == {"length": 64}
-    for text, events in zip(prompts, streams, strict=True):
-        assert tokens_of(events) == expected_tokens((1, *spell(text)), 12)
-        assert kinds(events)[-1] == "summary"
-
-
 async def test_cancelling_half_mid_stream_frees_slots_and_leaves_the_others_unchanged() -> None:
     prompts = ["".join(pair) for pair in itertools.product("abcdefgh", repeat=2)]
     async with running([served_model(context=100_000)], max_queue_size=64) as server:
@@ -304,45 +271,6 @@ async def test_cancelling_half_mid_stream_frees_slots_and_leaves_the_others_unch
         assert await server.until_ended(64) == {"cancelled": 32, "length": 32}
         handled = {"grpc_method": "GenerateStream", "grpc_code": "CANCELLED"}
         await eventually(lambda: server.metric("grpc_server_handled_total", **handled) == 32)
-
-
-async def test_queue_overflow_is_refused_with_a_time_to_retry() -> None:
-    gate = Gate()
-    async with running(runner=FakeRunner(SLOTS, before_run=gate), max_queue_size=2) as server:
-        with gate.closed():
-            admitted = [await read_accepted(server.stream()) for _ in range(SLOTS + 2)]
-            error = await status_of(server.stream())
-        for call in admitted:
-            assert (await read(call))[-1].WhichOneof("event") == "summary"
-        (await read(server.stream()))
-    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    retry = error_details_pb2.RetryInfo()
-    assert rich_details(error)[0].Unpack(retry)
-    assert retry.retry_delay.ToMilliseconds() > 0
-
-
-async def test_request_id_in_flight_is_refused_and_free_again_afterwards() -> None:
-    gate = Gate()
-    async with running(runner=FakeRunner(SLOTS, before_run=gate)) as server:
-        with gate.closed():
-            first = await read_accepted(server.stream(request_id="same"))
-            error = await status_of(server.stream(request_id="same"))
-        await read(first)
-        assert kinds(await read(server.stream(request_id="same")))[-1] == "summary"
-    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert str(error.details()).startswith("request_id: ")
-
-
-async def test_timeout_that_has_passed_in_the_queue_is_deadline_exceeded() -> None:
-    gate = Gate()
-    async with running(runner=FakeRunner(SLOTS, before_run=gate)) as server:
-        with gate.closed():
-            ahead = [await read_accepted(server.stream()) for _ in range(SLOTS)]
-            late = await read_accepted(server.stream(timeout_seconds=1e-6))
-        error = await status_of(late)
-        for call in ahead:
-            assert kinds(await read(call))[-1] == "summary"
-    assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 async def test_timeout_that_passes_while_decoding_is_deadline_exceeded_after_what_there_was() -> None:
@@ -379,18 +307,6 @@ async def test_deadline_of_the_call_frees_what_it_held() -> None:
     # Whichever comes first: the handler that lets go of it, or the engine that looks at the clock.
     assert ended
     assert set(ended) <= {"cancelled", "deadline"}
-
-
-async def test_call_that_is_cancelled_frees_what_it_held() -> None:
-    gate = Gate()
-    async with running([served_model(context=512)], runner=FakeRunner(SLOTS, before_run=gate)) as server:
-        with gate.closed():
-            call = await read_accepted(server.stream(max_tokens=500))
-            await gate.until_entered()
-            call.cancel()
-            handled = {"grpc_method": "GenerateStream", "grpc_code": "CANCELLED"}
-            await eventually(lambda: server.metric("grpc_server_handled_total", **handled) == 1)
-        assert await server.until_ended(1) == {"cancelled": 1}
 
 
 async def test_request_is_queued_before_it_is_accepted() -> None:
@@ -448,20 +364,6 @@ async def test_answer_that_no_message_can_hold_is_refused_and_counted_so() -> No
     assert "at most 1024; ask for less or stream it" in str(error.details())
 
 
-async def test_nan_logits_fail_one_sequence_only() -> None:
-    gate = Gate()
-    runner = FakeRunner(SLOTS, before_run=gate)
-    runner.poisoned_tokens = {31}
-    async with running(runner=runner) as server:
-        with gate.closed():
-            poisoned = await read_accepted(server.stream(token_ids=pb.TokenIds(ids=[31, 31])))
-            healthy = await read_accepted(server.stream(max_tokens=3))
-        error, events = await asyncio.gather(status_of(poisoned), read(healthy))
-    assert error.code() is grpc.StatusCode.INTERNAL
-    assert len(tokens_of(events)) == 3
-    assert kinds(events)[-1] == "summary"
-
-
 async def test_tokenize_and_detokenize_are_inverse_and_check_ids() -> None:
     async with running() as server:
         tokens = await server.generation.Tokenize(pb.TokenizeRequest(text="hello"))
@@ -484,107 +386,3 @@ async def test_tokenize_and_detokenize_are_bounded() -> None:
     assert text.code() is ids.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert text.details() == "text: must have at most 5 bytes, got 6"
     assert ids.details() == "token_ids: must have at most 2 entries, got 3"
-
-
-async def test_each_of_several_outputs_is_what_it_is_among_fewer() -> None:
-    fields: dict[str, Any] = {"max_tokens": 8}
-    async with running() as server:
-        answers = [
-            await server.generation.Generate(
-                generate_request(sampling=pb.SamplingParams(temperature=1.0, seed=7, n=count), **fields)
-            )
-            for count in (1, 2, SLOTS)
-        ]
-    texts = [[output.text for output in answer.outputs] for answer in answers]
-    assert [len(each) for each in texts] == [1, 2, SLOTS]
-    assert texts[0] == texts[1][:1]
-    assert texts[1] == texts[2][:2]
-    assert len(set(texts[2])) > 1, "drawn, each by itself"
-    assert [answer.usage.generated_tokens for answer in answers] == [8, 16, 8 * SLOTS]
-
-
-async def test_stream_of_several_outputs_is_the_unary_answer_in_pieces() -> None:
-    fields: dict[str, Any] = {
-        "sampling": pb.SamplingParams(temperature=1.0, seed=3, n=3),
-        "response": pb.ResponseOptions(logprobs=1),
-        "max_tokens": 10,
-    }
-    async with running() as server:
-        answer = await server.generation.Generate(generate_request(**fields))
-        events = await read(server.stream(**fields))
-        assert await server.until_ended(2) == {"length": 2}
-        assert server.metric("inter_token_latency_seconds_count", model_name=MODEL) == 2 * 3 * 9
-        assert server.metric("prompt_tokens_total", model_name=MODEL) == 2 * len(PROMPT)
-    assert kinds(events)[0] == "accepted"
-    assert kinds(events)[-1] == "summary"
-    for output in answer.outputs:
-        deltas = [event.delta for event in events if event.HasField("delta")]
-        own = [delta for delta in deltas if delta.output_index == output.index]
-        assert "".join(delta.text for delta in own) == output.text
-        assert [token for delta in own for token in delta.token_ids] == list(output.token_ids)
-        assert [each for delta in own for each in delta.logprobs] == list(output.logprobs)
-    assert events[-1].summary.usage.generated_tokens == 30
-
-
-@pytest.mark.parametrize("encoder_decoder", [False, True])
-async def test_hypotheses_are_ranked_by_score_and_tell_their_logprobs(encoder_decoder: bool) -> None:
-    fields: dict[str, Any] = {
-        "sampling": None,
-        "beam_search": pb.BeamSearchParams(beam_size=SLOTS, num_hypotheses=3, length_penalty=1.0),
-        "response": pb.ResponseOptions(logprobs=0),
-        "max_tokens": 5,
-    }
-    async with running([served_model(encoder_decoder=encoder_decoder)]) as server:
-        answer = await server.generation.Generate(generate_request(**fields))
-        events = await read(server.stream(**fields))
-        assert server.metric("inter_token_latency_seconds_count", model_name=MODEL) == 0
-    scores = [output.score for output in answer.outputs]
-    assert len(scores) == 3
-    assert scores == sorted(scores, reverse=True)
-    for output in answer.outputs:
-        total = sum(each.logprob for each in output.logprobs)
-        assert output.score == pytest.approx(total / len(output.token_ids), rel=1e-5)
-    ends = [event.finished for event in events if event.HasField("finished")]
-    assert [(end.output_index, end.score) for end in ends] == list(enumerate(scores))
-
-
-async def test_higher_priority_goes_before_those_that_came_earlier() -> None:
-    gate = Gate()
-    runner = FakeRunner(SLOTS, before_run=gate)
-
-    def first_batch(text: str) -> int:
-        """The step in which a prompt was begun."""
-        prompt = (1, *spell(text))
-        return next(
-            index
-            for index, batch in enumerate(runner.batches)
-            if any(row.token_ids == prompt for group in batch.prefill_groups for row in group.rows)
-        )
-
-    async with running(runner=runner) as server:
-        with gate.closed():
-            # Accepted is what the engine has: the order of these calls is the order in which they came.
-            calls = [await read_accepted(server.stream(max_tokens=8)) for _ in range(SLOTS)]
-            for text, priority in (("low", -1), ("same", 0), ("high", 1)):
-                calls.append(await read_accepted(server.stream(text, priority=priority, max_tokens=4)))
-        for call in calls:
-            assert kinds(await read(call))[-1] == "summary"
-        assert await server.until_ended(SLOTS + 3) == {"length": SLOTS + 3}
-    assert first_batch("high") < first_batch("same") <= first_batch("low")
-
-
-@pytest.mark.parametrize("way", [{}, {"beam_search": pb.BeamSearchParams(beam_size=2)}])
-async def test_prompt_that_was_computed_before_is_told_as_cached(way: dict[str, Any]) -> None:
-    # Three chunks of eight tokens, and a rest.
-    asked = generate_request("abcdefghijklmnopqrstuvwxyz", max_tokens=3, **way)
-    if way:
-        asked.ClearField("sampling")
-    async with running() as server:
-        first, second = [await server.generation.Generate(asked) for _ in range(2)]
-        await server.until_ended(2)
-        cached = second.usage.cached_tokens
-        assert server.metric("cached_prompt_tokens_total", model_name=MODEL) == cached
-    assert first.usage.cached_tokens == 0
-    assert 0 < cached < second.usage.prompt_tokens
-    assert cached % 8 == 0
-    assert second.outputs == first.outputs

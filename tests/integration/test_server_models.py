@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import inspect
 import json
-import re
+import pickle
 import shutil
-import signal
 import sys
 import threading
 import time
@@ -29,7 +27,7 @@ from model.spec.artifact import read_manifest
 from onward.v1 import generation_pb2 as pb
 from onward.v1 import model_pb2
 from service.app import App
-from service.config import Kernels, ServeConfig
+from service.config import ServeConfig
 from service.engine.engine import LastRun
 from service.engine.types import Device
 from service.process import garbage
@@ -145,7 +143,7 @@ async def test_a_model_is_loaded_beside_another_and_answers_as_if_it_had_always_
             assert drafts == 0, "as nobody asked for guesses"
 
 
-async def test_a_loaded_model_is_foretold_from_the_start_if_nobody_was_served_meanwhile(
+async def test_a_loaded_model_is_predicted_from_the_start_if_nobody_was_served_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("service.engine.proof.calibration.MAX_SECONDS", 2.0)
@@ -203,13 +201,13 @@ async def test_a_reload_collects_what_it_replaced_once_that_is_gone(
     assert collected == [["a"]]
 
 
-@pytest.mark.parametrize("name", ["b", "../a", "a/../a", "/etc", "", ".", "..", "a\x00", ".hidden"])
-async def test_what_is_no_model_of_the_folder_is_not_found(tmp_path: Path, name: str) -> None:
+async def test_what_is_no_model_of_the_folder_is_not_found(tmp_path: Path) -> None:
     async with shelf(tmp_path) as shelved:
         shutil.copytree(OLD(), tmp_path / ".hidden")
-        error = await status_of(shelved.load(name))
-        assert error.code() is grpc.StatusCode.NOT_FOUND
-        assert str(tmp_path) not in str(error.details())
+        for name in ("b", "../a", "a/../a", "/etc", "", ".", "..", "a\x00", ".hidden"):
+            error = await status_of(shelved.load(name))
+            assert error.code() is grpc.StatusCode.NOT_FOUND, name
+            assert str(tmp_path) not in str(error.details())
         assert await shelved.names() == ["a"]
 
 
@@ -259,7 +257,7 @@ async def test_a_model_whose_weights_have_no_room_twice_is_refused_before_it_is_
 
 
 @pytest.mark.parametrize("is_fit", [True, False])
-async def test_a_large_model_is_tried_out_in_a_process_of_its_own(
+async def test_a_large_model_is_checked_in_a_child_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_fit: bool
 ) -> None:
     monkeypatch.setattr(library, "MIN_BYTES", 0)
@@ -282,13 +280,12 @@ async def test_a_large_model_is_tried_out_in_a_process_of_its_own(
 _load_model = library.load_model
 
 
-@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL, signal.SIGBUS])
 async def test_a_load_check_that_a_signal_ends_makes_the_model_unfit_and_the_next_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(library, "MIN_BYTES", 0)
     dying = tmp_path / "dying"
-    dying.write_text(f"#!/bin/sh\nkill -{number.value} $$\n")
+    dying.write_text("#!/bin/sh\nkill -SEGV $$\n")
     dying.chmod(0o700)
     (tmp_path / "models").mkdir()
     async with shelf(tmp_path / "models") as shelved:
@@ -297,7 +294,7 @@ async def test_a_load_check_that_a_signal_ends_makes_the_model_unfit_and_the_nex
             patched.setattr(sys, "executable", str(dying))
             error = await status_of(shelved.load("b"))
         assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
-        assert f"ended with {number.name}" in str(error.details())
+        assert "ended with SIGSEGV" in str(error.details())
         await shelved.load("b")
 
 
@@ -309,11 +306,13 @@ async def test_a_load_check_has_no_more_address_space_than_its_model_needs(tmp_p
         "load_check.load_model = lambda *given: numpy.zeros(12 << 30, numpy.uint8);"
         "sys.exit(load_check.main(sys.argv[1:]))"
     )
-    settings = json.dumps(load_check.settings_of(ServeConfig(models=tmp_path, device=Device.CPU), "a"))
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", greedy, settings, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        *(sys.executable, "-c", greedy, "a"),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
     )
-    out, err = await process.communicate()
+    out, err = await process.communicate(pickle.dumps(ServeConfig(models=tmp_path, device=Device.CPU)))
     assert process.returncode == 0, err
     (problem,) = json.loads(out)["problems"]
     assert problem.startswith("it needs more memory than its manifest implies")
@@ -434,33 +433,6 @@ async def test_a_change_that_has_begun_is_brought_to_its_end_though_nobody_waits
         await eventually(lambda: server.app.models.names == ())
 
 
-async def test_a_model_that_fails_is_loaded_anew(tmp_path: Path) -> None:
-    async with shelf(tmp_path) as shelved:
-        before = await shelved.tokens("a")
-        shelved.server.app.models.failing("a")
-        assert (await status_of(shelved.server.generation.Generate(generate_request(model="a")))).code() is (
-            grpc.StatusCode.UNAVAILABLE
-        )
-        await shelved.load("a")
-        assert await shelved.tokens("a") == before
-
-
-async def test_the_only_model_may_be_reloaded_without_its_name(tmp_path: Path) -> None:
-    async with shelf(tmp_path) as shelved:
-        shelved.put("a", NEW())
-        before = await shelved.tokens("a")
-        await shelved.reload("")
-        assert await shelved.tokens("a") != before
-
-
-async def test_a_model_that_is_ready_when_the_server_stops_takes_no_requests(tmp_path: Path) -> None:
-    async with shelf(tmp_path) as shelved:
-        shelved.put("b", NEW())
-        shelved.server.app.models.drain()
-        await shelved.load("b")
-        assert shelved.server.app.models.state("b") is ModelState.DRAINING
-
-
 @pytest.mark.parametrize("at_its_end", [True, False])
 async def test_a_stall_is_seen_wherever_in_the_block_it_was(at_its_end: bool) -> None:
     async with library._stall() as stall:
@@ -469,39 +441,6 @@ async def test_a_stall_is_seen_wherever_in_the_block_it_was(at_its_end: bool) ->
         if not at_its_end:
             await asyncio.sleep(0.02)
     assert stall() > 0.25
-
-
-async def test_a_trial_is_told_all_that_makes_an_engine_what_it_is(tmp_path: Path) -> None:
-    """What `build_engines` reads of the configuration, but for how its threads wait and in what order requests go."""
-    own = {"spin", "admission"}
-    read_of_it = set(re.findall(r"\bconfig\.(\w+)", inspect.getsource(build_engines)))
-    # What follows from fields, by the fields that it follows from.
-    for name, value in inspect.getmembers(ServeConfig, lambda member: isinstance(member, property)):
-        if name in read_of_it:
-            read_of_it.remove(name)
-            read_of_it |= set(re.findall(r"\bself\.(\w+)", inspect.getsource(value.fget)))
-    assert "prefill_chunk" in read_of_it
-    told = load_check.settings_of(ServeConfig(models=tmp_path), "a")
-    assert read_of_it - own <= set(told)
-
-
-async def test_a_trial_loads_a_model_as_the_server_that_asks_for_it_would(tmp_path: Path) -> None:
-    asking = ServeConfig(
-        models=tmp_path,
-        max_batch_size=3,
-        prefill_chunk=17,
-        device=Device.CPU,
-        kernels=Kernels.STANDARD,
-        look_up=3,
-        kv_memory=1 << 20,
-        threads=5,
-        spin=False,
-    )
-    told = json.loads(json.dumps(load_check.settings_of(asking, "a", asking.kv_memory)))
-    name, config = load_check.read_settings(told)
-    assert (name, config) == ("a", asking)
-    # Equal to their names are these as well, but another by identity.
-    assert [type(value) for value in (config.device, config.kernels)] == [Device, Kernels]
 
 
 async def test_unloading_ends_what_outlives_the_grace_with_a_status() -> None:

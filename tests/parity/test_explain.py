@@ -44,7 +44,7 @@ from service.engine.scheduler import EngineLimits
 from service.engine.sessions.attention import load_attention_graph
 from service.engine.sessions.session import GraphSession, SessionOptions
 from service.errors import NotServing
-from service.transport.codec import ATTENTION_KINDS
+from service.transport.analysis_codec import ATTENTION_KINDS
 from tests.artifacts import ADDITIVE, random_model, rehash, tiny_artifact, tiny_checkpoint, tiny_config
 
 Float64 = npt.NDArray[np.float64]

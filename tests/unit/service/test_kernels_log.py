@@ -85,7 +85,7 @@ def test_every_engines_sessions_are_told(
 
     monkeypatch.setattr(loading, "build_engine", build)
     model: Any = types.SimpleNamespace(
-        name="m", manifest=None, stamp={}, output_tokenizer=types.SimpleNamespace(decode=None), prefill_provider=None
+        name="m", manifest=None, stamp={}, output_tokenizer=types.SimpleNamespace(decode=None)
     )
     config = dataclasses.replace(ServeConfig(models=tmp_path), kernels=wanted)
     loading.build_engines(tmp_path, [model], config, kv_memory={"m": 1})

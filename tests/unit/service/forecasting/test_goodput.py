@@ -12,7 +12,7 @@ from service.errors import DeadlineUnreachable
 from service.forecasting.admission import DeadlineAdmission, PredictedFinish
 from tests.fakes import request
 from tests.unit.model.spec.test_cost import decoder_only
-from tests.unit.service.forecasting.test_prediction import CONTEXT, LIMITS, Machine
+from tests.unit.service.forecasting.machine import CONTEXT, LIMITS, Machine
 
 TIMEOUT = 2.0
 SECONDS = 16.0

@@ -1,153 +1,32 @@
-"""Forecasts on a machine whose law is known: a real engine over a fake model, whose clock goes by what is computed."""
+"""Predictions on a machine whose law is known (`machine.py`)."""
 
 from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from model.spec.config import ModelConfig
-from service.engine.batch import ScheduledBatch
-from service.engine.scheduler import EngineLimits
 from service.engine.types import (
     BeamSearchParams,
     FinishReason,
     GenerationRequest,
     PromptScoring,
-    SamplingParams,
     StepStats,
     StoppingParams,
-    TokenEvent,
 )
-from service.forecasting.costing import Cost, CostModel
-from service.forecasting.prediction import LatencyPredictor, Quote
+from service.forecasting.costing import CostModel
 from service.forecasting.sharing import Rival
 from service.forecasting.step_times import BatchLoad
-from tests.fakes import FakeRunner, fake_engine, request
-from tests.unit.model.spec.test_cost import decoder_only, encoder_decoder
-
-LIMITS = EngineLimits(max_batch_size=8, prefill_chunk=16, max_prefill_tokens=16)
-CONTEXT = 256
-FAMILIES = pytest.mark.parametrize("family", [decoder_only, encoder_decoder], ids=["decoder-only", "encoder-decoder"])
-
-
-@dataclass(frozen=True)
-class Law:
-    """What a machine takes, in seconds."""
-
-    prompt_run: float = 0.004
-    prompt_token: float = 3e-4
-    prompt_pair: float = 2e-6
-    decode_row: float = 0.006
-    more_rows: float = 4e-4
-    decode_pair: float = 1e-5
-    host: float = 2e-4
-    host_row: float = 3e-5
-    wake: float = 0.0
-
-
-class Machine:
-    """An engine and the clock that its steps move; a predictor is told of every step."""
-
-    def __init__(
-        self, config: ModelConfig, law: Law = Law(), noise: float = 0.0, patience: float | None = None
-    ) -> None:
-        self.law, self.noise, self.now, self.speed = law, noise, 0.0, 1.0
-        self.hiccups, self._is_awake = 0.0, False
-        self._source = random.Random(0)
-        self.runner = FakeRunner(LIMITS.max_batch_size, before_run=self._run)
-        self.engine = fake_engine(
-            self.runner,
-            encoder_decoder=config.is_encoder_decoder,
-            limits=replace(LIMITS, patience_seconds=patience),
-            context=CONTEXT,
-            clock=lambda: self.now,
-        )
-        self.predictor = LatencyPredictor(CostModel(config, self.engine.chunk_rules), LIMITS.max_batch_size, patience)
-        self.told: dict[str, dict[int, int]] = {}
-        self.quotes: dict[str, tuple[GenerationRequest, Quote]] = {}
-        self.costs: dict[str, Cost | None] = {}
-        self.ends: dict[str, TokenEvent] = {}
-
-    def submit(self, asked: GenerationRequest) -> None:
-        asked = replace(asked, arrival_time=self.now)
-        self.quotes[asked.request_id] = asked, self.predictor.submitted(asked)
-        self.told[asked.request_id] = {}
-        self.engine.add_request(asked)
-
-    def step(self) -> StepStats:
-        output = self.engine.step()
-        self._is_awake = self.engine.has_work
-        self.now += self.law.host + self.law.host_row * output.stats.num_rows
-        for event in output.events:
-            if event.token_id is not None:
-                self.predictor.token_sent(event.request_id)
-        self.predictor.step_done(output.stats)
-        for event in output.events:
-            told = self.told[event.request_id]
-            if event.token_id is not None:
-                told[event.output_index] = told.get(event.output_index, 0) + 1
-            if event.is_terminal:
-                asked, quote = self.quotes[event.request_id]
-                self.costs[event.request_id] = self.predictor.settle(quote, asked, told, event)
-                self.predictor.ended(event.request_id)
-                self.ends[event.request_id] = event
-        return output.stats
-
-    def drain(self) -> None:
-        while self.engine.has_work:
-            self.step()
-
-    def run(self, asked: GenerationRequest) -> float:
-        """Seconds of service of a request by itself."""
-        self.submit(asked)
-        self.drain()
-        return seconds_of(self.ends[asked.request_id])
-
-    def warm(self, count: int = 40) -> None:
-        for number in range(count):
-            self.run(draw(self._source, f"warm{number}"))
-
-    def _run(self, batch: ScheduledBatch) -> None:
-        law = self.law
-        prompts = (
-            (batch.num_prefill_runs + batch.num_encoder_runs) * law.prompt_run
-            + (batch.num_prefill_tokens + batch.num_encoder_tokens) * law.prompt_token
-            + (batch.num_prefill_pairs + batch.num_encoder_pairs) * law.prompt_pair
-        )
-        rows = batch.num_decode_rows
-        decoding = law.decode_row + (rows - 1) * law.more_rows + batch.num_decode_pairs * law.decode_pair if rows else 0
-        slowness = max(0.1, 1 + self._source.gauss(0.0, self.noise))
-        if self.hiccups and self._source.random() < self.hiccups:
-            slowness *= 5
-        self.now += self.speed * (prompts + decoding) * slowness + (0.0 if self._is_awake else law.wake)
-
-
-def seconds_of(end: TokenEvent) -> float:
-    assert end.timings is not None
-    assert end.timings.scheduled_time is not None
-    return end.timings.finished_time - end.timings.scheduled_time
-
-
-def draw(source: random.Random, name: str, rows: int = 1) -> GenerationRequest:
-    """A request of geometric lengths."""
-    length = min(1 + int(source.expovariate(1 / 50)), 150)
-    new = min(1 + int(source.expovariate(1 / 30)), 90)
-    prompt = [source.randrange(3, 30) for _ in range(length)]
-    sampling = SamplingParams(temperature=2.0, n=rows, seed=source.randrange(1 << 30))
-    return request(name, prompt, sampling=sampling, stopping=StoppingParams(max_tokens=new, ignore_eos=True))
-
-
-def machine(family: object = decoder_only, **options: Any) -> Machine:
-    assert callable(family)
-    return Machine(family(vocab_size=32, context=CONTEXT), **options)
+from tests.fakes import request
+from tests.unit.model.spec.test_cost import decoder_only
+from tests.unit.service.forecasting.machine import CONTEXT, FAMILIES, LIMITS, Law, Machine, draw, machine, seconds_of
 
 
 @FAMILIES
-def test_a_request_takes_what_was_forecast(family: object) -> None:
+def test_a_request_takes_what_was_predicted(family: object) -> None:
     warm = machine(family)
     warm.warm()
     source = random.Random(9)
@@ -192,7 +71,7 @@ def test_coefficients_are_those_of_the_machine() -> None:
         assert found[term] == pytest.approx(seconds, rel=0.15, abs=2e-5), term
 
 
-def test_short_steps_are_foretold_by_their_mean_and_not_by_that_of_the_long_ones_among_them() -> None:
+def test_short_steps_are_predicted_by_their_mean_and_not_by_that_of_the_long_ones_among_them() -> None:
     """Each eighth step takes five times as long: whoever looked now and then would rather see one of those."""
     law = Law(*(each / 20 for each in (0.004, 3e-4, 2e-6, 0.006, 4e-4, 1e-5, 2e-4, 3e-5)))
     hectic = Machine(decoder_only(vocab_size=32, context=CONTEXT), law)
@@ -213,7 +92,7 @@ def test_short_steps_are_foretold_by_their_mean_and_not_by_that_of_the_long_ones
     assert expected == pytest.approx(taken, rel=0.1)
 
 
-def test_company_stretches_steps_by_the_share_that_its_prompts_take() -> None:
+def test_prefill_in_the_batch_stretches_steps_by_the_share_that_its_prompts_take() -> None:
     """Short steps that decode and, one in five, a long prompt in between: all of them count alike."""
     law = Law(*(each / 20 for each in (0.02, 3e-4, 2e-6, 0.006, 0.0, 0.0, 2e-4, 3e-5)))
     busy = Machine(decoder_only(vocab_size=32, context=CONTEXT), law)
@@ -233,9 +112,8 @@ def test_company_stretches_steps_by_the_share_that_its_prompts_take() -> None:
     assert busy.predictor._times.stretch == pytest.approx(with_prompts / decoding, rel=0.15)
 
 
-@pytest.mark.parametrize("wake", [0.0, 0.003])
-def test_what_a_pause_adds_to_the_first_run_is_foretold_of_who_comes_after_one(wake: float) -> None:
-    sleepy = machine(law=Law(wake=wake))
+def test_what_a_pause_adds_to_the_first_run_is_predicted_for_requests_after_one() -> None:
+    sleepy = machine(law=Law(wake=0.003))
     sleepy.warm()
     stopping = StoppingParams(max_tokens=3, ignore_eos=True)
     prompt = tuple(3 + (7 * i) % 27 for i in range(33))
@@ -245,7 +123,7 @@ def test_what_a_pause_adds_to_the_first_run_is_foretold_of_who_comes_after_one(w
     prediction = sleepy.predictor.predict(again, 32)
     assert prediction is not None
     assert prediction.service_seconds == pytest.approx(sleepy.run(again), rel=0.1)
-    assert sleepy.predictor.coefficients["wake"] == pytest.approx(wake, rel=0.3, abs=2e-4)
+    assert sleepy.predictor.coefficients["wake"] == pytest.approx(0.003, rel=0.3)
 
 
 def test_cached_tokens_are_counted_in_the_prediction_and_the_estimate() -> None:
@@ -272,7 +150,7 @@ def test_cached_tokens_are_counted_in_the_prediction_and_the_estimate() -> None:
     assert warm.predictor.relative_error < 0.05
 
 
-def test_nothing_is_told_until_enough_is_known() -> None:
+def test_nothing_is_predicted_until_enough_is_known() -> None:
     cold = machine()
     short = request("a", (5,) * 4, max_tokens=20, stopping=StoppingParams(max_tokens=20, ignore_eos=True))
     long = request("b", tuple(3 + i % 20 for i in range(150)))
@@ -351,7 +229,7 @@ def test_who_is_due_later_does_not_wait_ahead_where_deadlines_overtake() -> None
         assert (waits[1] < 0.8 * waits[0]) == is_ahead
 
 
-def test_a_request_that_is_foretold_alone_does_not_know_of_others() -> None:
+def test_a_request_that_is_predicted_alone_does_not_know_of_others() -> None:
     warm = machine()
     warm.warm()
     asked = request("a", (5,) * 12, stopping=StoppingParams(max_tokens=30, ignore_eos=True))
@@ -372,7 +250,7 @@ def fill(warm: Machine, count: int, new: int) -> None:
         warm.submit(request(f"f{number}", prompt, stopping=stopping))
 
 
-@pytest.mark.parametrize("count", [0, 3, 8, 20])
+@pytest.mark.parametrize("count", [0, 8, 20])
 def test_the_queue_is_as_long_as_it_then_is(count: int) -> None:
     warm = machine()
     warm.warm()
@@ -395,34 +273,21 @@ def test_the_queue_is_as_long_as_it_then_is(count: int) -> None:
     if count < 8:
         assert prediction.queue_seconds < 0.1
     if count == 8:
-        # Those whose end it waits for are gone when it runs, which is not foretold: it errs on the long side.
+        # Those whose end it waits for are gone when it runs, which is not predicted: it errs on the long side.
         assert prediction.finish_seconds > timings.finished_time - submitted
     else:
         assert prediction.finish_seconds == pytest.approx(timings.finished_time - submitted, rel=0.25)
 
 
-def test_the_less_urgent_are_no_queue() -> None:
-    warm = machine()
-    warm.warm()
-    fill(warm, 20, 40)
-    for _ in range(12):
-        warm.step()
-    asked = request("a", (5, 6), priority=1)
-    urgent, equal = warm.predictor.predict(asked), warm.predictor.predict(replace(asked, priority=0))
-    assert urgent is not None
-    assert equal is not None
-    assert urgent.queue_seconds == 0.0
-    assert equal.queue_seconds > 0.3
-
-
-def test_a_tenant_waits_for_no_more_than_its_own_requests() -> None:
+@pytest.mark.parametrize("fields", [{"priority": 1}, {"tenant": "b"}], ids=["urgent", "another tenant"])
+def test_the_less_urgent_and_other_tenants_requests_are_no_queue(fields: dict[str, Any]) -> None:
     warm = machine()
     warm.warm()
     fill(warm, 20, 40)
     for _ in range(12):
         warm.step()
     asked = request("a", (5, 6))
-    equal, other = warm.predictor.predict(asked), warm.predictor.predict(replace(asked, tenant="b"))
+    equal, other = warm.predictor.predict(asked), warm.predictor.predict(replace(asked, **fields))
     assert equal is not None
     assert other is not None
     assert equal.queue_seconds > 0.3
@@ -440,7 +305,7 @@ def test_what_was_outstanding_is_gone_when_all_have_ended() -> None:
     assert warm.predictor.predict(asked).queue_seconds == 0.0  # type: ignore[union-attr]
 
 
-def test_in_company_a_request_takes_longer_and_that_is_foretold() -> None:
+def test_in_a_batch_a_request_takes_longer_and_that_is_predicted() -> None:
     """Always six others, of whom each is followed by another."""
     crowded, alone = machine(), machine()
     alone.warm()
@@ -496,7 +361,7 @@ def test_a_request_that_ended_before_its_first_token_costs_nothing_and_judges_no
     assert warm.predictor.relative_error is None
 
 
-def test_a_prompt_that_is_only_scored_can_be_forecast() -> None:
+def test_a_prompt_that_is_only_scored_can_be_predicted() -> None:
     warm = machine()
     warm.warm()
     asked = request("a", range(3, 30), stopping=StoppingParams(max_tokens=0), scoring=PromptScoring())
@@ -507,9 +372,8 @@ def test_a_prompt_that_is_only_scored_can_be_forecast() -> None:
     assert warm.costs["a"] is None
 
 
-@pytest.mark.parametrize("noise", [0.1])
-def test_nine_of_ten_requests_are_foretold_within_a_fifth_on_a_noisy_machine(noise: float) -> None:
-    noisy = machine(noise=noise)
+def test_nine_of_ten_requests_are_predicted_within_a_fifth_on_a_noisy_machine() -> None:
+    noisy = machine(noise=0.1)
     noisy.warm()
     source = random.Random(5)
     errors = []
@@ -525,7 +389,7 @@ def test_nine_of_ten_requests_are_foretold_within_a_fifth_on_a_noisy_machine(noi
     assert noisy.predictor.relative_error == pytest.approx(sum(errors[-20:]) / 20, abs=0.1)
 
 
-def test_company_of_nobody_changes_nothing() -> None:
+def test_an_empty_batch_changes_nothing() -> None:
     warm = machine()
     warm.warm()
     asked = request("a", range(3, 40))
@@ -566,13 +430,13 @@ def test_work_is_what_all_requests_then_take() -> None:
     assert warm.predictor.work_seconds() == 0.0
     for count in (1, 5, 20):
         fill(warm, count, new=40)
-        foretold, began = warm.predictor.work_seconds(), warm.now
+        predicted, began = warm.predictor.work_seconds(), warm.now
         warm.drain()
-        assert foretold == pytest.approx(warm.now - began, rel=0.2)
+        assert predicted == pytest.approx(warm.now - began, rel=0.2)
     assert machine().predictor.work_seconds() == 0.0
 
 
-def test_other_models_lengthen_every_part_of_a_forecast_by_what_they_take() -> None:
+def test_other_models_lengthen_every_part_of_a_prediction_by_what_they_take() -> None:
     warm = machine()
     warm.warm()
     fill(warm, 12, new=60)
@@ -595,7 +459,7 @@ def test_other_models_lengthen_every_part_of_a_forecast_by_what_they_take() -> N
     assert unshared.sharing_factor == 1.0
 
 
-def test_a_request_is_held_to_what_was_foretold_beside_other_models() -> None:
+def test_a_request_is_held_to_what_was_predicted_beside_other_models() -> None:
     warm = machine()
     warm.warm()
     asked = request("a", (5,) * 40, stopping=StoppingParams(max_tokens=30, ignore_eos=True))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import pickle
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Self
@@ -32,10 +34,11 @@ class Child:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def communicate(self, **_: object) -> tuple[str, str]:
+    def communicate(self, config: bytes, _: float) -> tuple[bytes, bytes]:
+        self.config = pickle.loads(config)
         self._begun.release()
         self.ends.wait()
-        return json.dumps({"problems": [], "session_seconds": 0.0}), ""
+        return json.dumps({"problems": [], "session_seconds": 0.0}).encode(), b""
 
     def kill(self) -> None:
         self.is_killed = True
@@ -68,7 +71,7 @@ def children() -> Iterator[Children]:
 def test_a_check_whose_change_was_given_up_leaves_the_next_one_to_be_ended_with_the_server(
     children: Children,
 ) -> None:
-    check, config = LoadCheck(), ServeConfig(models=Path("models"))
+    check, config = LoadCheck(), ServeConfig(models=Path("models"), look_up=3, kv_memory=1 << 40)
     threads = []
     for number in range(2):
         threads.append(threading.Thread(target=check.run, args=(config, f"model {number}", 1)))
@@ -80,3 +83,4 @@ def test_a_check_whose_change_was_given_up_leaves_the_next_one_to_be_ended_with_
     check.close()
     assert [child.is_killed for child in children] == [False, True]
     threads[1].join()
+    assert [child.config for child in children] == [replace(config, spin=False, kv_memory=1)] * 2

@@ -467,6 +467,37 @@ def test_an_estimate_is_of_one_model_though_another_takes_its_place_meanwhile(wo
     assert estimated.task.exception() is None
 
 
+# Changes.
+
+
+def test_the_only_model_is_reloaded_without_its_name(world: World) -> None:
+    before = world.current["a"]
+    world.reload("")
+    world.rest()
+    assert world.current["a"] is not before
+
+
+def test_a_model_that_is_served_is_loaded_anew_only_if_it_fails(world: World) -> None:
+    before = world.current["a"]
+    world.load("a")
+    world.rest()
+    assert world.current["a"] is before
+    world.app.models.failing("a")
+    world.load("a")
+    world.rest()
+    assert world.current["a"] is not before
+    assert world.app.models.state("a") is ModelState.SERVING
+
+
+def test_a_model_that_is_ready_when_the_server_stops_takes_no_requests(world: World) -> None:
+    world.is_stopping = True
+    world.app.models.drain()
+    for change in (world.load("b"), world.reload("a")):
+        world.rest()
+        assert change.task.exception() is None
+    assert [world.app.models.state(name) for name in "ab"] == [ModelState.DRAINING] * 2
+
+
 def test_a_model_is_removed_though_the_engine_thread_has_ended() -> None:
     world = World({"a": Shelved()}, "a", calibrate=False)
     try:

@@ -13,7 +13,7 @@ from service.engine.proof.calibration import rounds
 from service.engine.types import StoppingParams
 from tests.fakes import FakeRunner, fake_engine, request
 from tests.unit.model.spec.test_cost import encoder_decoder
-from tests.unit.service.forecasting.test_prediction import FAMILIES, LIMITS, Law, Machine, draw, machine
+from tests.unit.service.forecasting.machine import FAMILIES, LIMITS, Law, Machine, draw, machine
 
 
 @FAMILIES

@@ -1,0 +1,58 @@
+"""What is kept of a model whose engine is replaced or removed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from service.engine.types import (
+    StepOutput,
+)
+from service.runtime.model_queue import QueueLimits
+from tests.fakes import fake_costs, fake_engine, request
+from tests.unit.service.runtime.started import ENDLESS, MODEL, QUEUE, SLOTS, make_engine, queue, run, started
+
+
+async def test_what_is_known_of_latency_and_deadlines_outlives_a_reload_unless_requests_cost_otherwise_since() -> None:
+    async with started(admits_by_deadline=True) as engine:
+        own = queue(engine)
+        predictor, admission, other = own.predictor, own.admission, fake_engine(context=64)
+        assert await run(engine, request("a"))
+        engine.replace(own, fake_engine(context=ENDLESS + 1), predictor.costs)
+        assert (own.predictor, own.admission) == (predictor, admission)
+        engine.replace(own, other, fake_costs(other.chunk_rules))
+        assert own.predictor is not predictor
+        assert own.predictor.costs.config.context == 64
+        assert own.admission is not None
+        assert own.admission is not admission
+        assert own.admission._predictor is own.predictor
+        assert own.predictor._patience is not None
+        unknown, calibrated = own.predictor, fake_engine(context=64)
+        engine.replace(own, calibrated, fake_costs(other.chunk_rules), calibrated.calibrate(10.0))
+        assert own.predictor is not unknown
+        assert own.predictor.predict_alone(request("c", max_tokens=2)) is not None
+        assert await run(engine, request("b"))
+
+
+async def test_what_a_removed_engine_did_is_not_done_by_the_next_one_of_its_models_name() -> None:
+    failing: list[str] = []
+    limits = QueueLimits(max_batch_size=SLOTS, max_queue_size=QUEUE)
+    engine = make_engine({MODEL: fake_engine()}, limits, failing=failing.append, num_recorded=4)
+    engine.start()
+    try:
+        former = queue(engine).engine
+        await (await engine.remove(queue(engine), 1.0))
+        successor = fake_engine()
+        engine._entries[MODEL].queue = engine.open(MODEL, successor, fake_costs(successor.chunk_rules))
+        stats = replace(successor.step().stats, num_running=2, kv_usage_ratio=0.5)
+        for _ in range(3):
+            engine.step_done(former, StepOutput((), stats, "late"), 0.0)
+        assert failing == []
+        assert queue(engine).kv_usage_ratio == 0
+        assert not engine.flight_log().models[MODEL].steps
+        for _ in range(3):
+            engine.step_done(queue(engine).engine, StepOutput((), stats, "its own"), 0.0)
+        assert failing == [MODEL]
+        assert queue(engine).kv_usage_ratio == 0.5
+        assert len(engine.flight_log().models[MODEL].steps) == 3
+    finally:
+        await engine.stop()
