@@ -204,6 +204,11 @@ def test_outputs_and_beams_of_a_request_are_cut_to_what_runs_at_once() -> None:
     assert small.request_limits.max_logprobs == small.limits.max_logprobs
 
 
+def test_a_switch_is_turned_on_by_these_words() -> None:
+    assert all(serve("--no-spin", ONWARD_METRICS=text).metrics for text in ("1", "true", "Yes", "ON"))
+    assert not serve("--no-spin").spin
+
+
 def test_flag_wins_over_its_twin() -> None:
     assert serve("--port", "1", ONWARD_PORT="2").port == 1
     assert serve("--metrics", ONWARD_METRICS="false").metrics
