@@ -91,12 +91,8 @@ def save(
 ) -> None:
     """Writes or replaces a checkpoint.
 
-    Args:
-        folder: made if missing; other files in it stay.
-        model: any device and float dtype, which is kept.
-        config: the model's.
-        tokenizers: texts by file name: tokenizer.json and optionally target_tokenizer.json.
-        manifest: JSON-ready contents of run.json, to which "files" is added.
+    The folder is made if missing, and other files in it stay. The model keeps its float dtype. `tokenizers` are texts
+    by file name: tokenizer.json and optionally target_tokenizer.json. `manifest` becomes run.json, with "files" added.
 
     Raises:
         ValueError: when the configuration is not the model's, the tokenizers' names are wrong, or the manifest has a

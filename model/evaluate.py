@@ -188,13 +188,8 @@ def greedy(model: EncoderDecoder, sources: Sequence[Sequence[int]], max_tokens: 
 
     Sources of similar lengths are decoded together, each is encoded once, and a row leaves its batch when it ends.
 
-    Args:
-        model: any device.
-        sources: token ids with control tokens, 1…source_context each.
-        max_tokens: limit of output tokens, for all or for each; the context may end an output earlier.
-
-    Returns:
-        The outputs in the order of the sources, without the end token.
+    Sources are 1…source_context token ids each, with control tokens. `max_tokens` limits all outputs or each; the
+    context may end them earlier. Outputs have no end token.
 
     Raises:
         ValueError: naming the first source that is empty or too long, or for `max_tokens` below 1.

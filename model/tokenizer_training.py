@@ -35,12 +35,9 @@ def characters(
 ) -> Tokenizer:
     """One token per character of the normalized text; characters outside the vocabulary become `<unk>`.
 
-    Args:
-        texts: their characters are the vocabulary.
-        architecture: decides how a prompt is framed.
-        vocab_size: limit, control tokens included; the rarest characters are left out. None takes all.
-        fold: normalizes case, blanks and compatibility characters (NFKC, lower case, single blanks, none at the ends),
-            so that variants of one date are one input. False only composes accents (NFC), as targets need.
+    The vocabulary has the characters of `texts`, the most frequent ones if `vocab_size` (control tokens included)
+    limits them. `fold` normalizes case, blanks and compatibility characters (NFKC, lower case, single blanks, none at
+    the ends), so that variants of one date are one input; without it only accents are composed (NFC), as targets need.
 
     Raises:
         ValueError: when `vocab_size` leaves no room for a character.
@@ -72,11 +69,8 @@ def byte_level_bpe(
 ) -> Tokenizer:
     """Byte-pair merges learned from `texts`; decoding restores any text exactly.
 
-    Args:
-        texts: training texts.
-        vocab_size: limit, control tokens included.
-        architecture: decides how a prompt is framed.
-        pattern: a regular expression whose matches no merge may cross; None is GPT-2's, for natural languages.
+    `vocab_size` includes control tokens. No merge crosses the matches of `pattern`; None is GPT-2's, for natural
+    languages.
 
     Raises:
         ValueError: when the vocabulary is too small for the control tokens and the 256 bytes.

@@ -21,12 +21,7 @@ _MAX_LINES = 20
 
 
 class BuildError(Exception):
-    """The library was not built.
-
-    Args:
-        summary: why, and what to do, in one line.
-        details: the last lines of the compiler's output.
-    """
+    """The library was not built: a one-line `summary` with advice, and the last lines of the compiler's output."""
 
     def __init__(self, summary: str, details: str = "") -> None:
         super().__init__("\n".join(filter(None, (summary, details))))

@@ -90,15 +90,9 @@ def _kept_by_yarn(config: ModelConfig) -> Tensor:
 
 
 def rotary_tables(length: int, frequencies: Tensor, factor: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the angles by position and pair, times `factor`, which scales the rotated vectors.
+    """Cosines and sines of the angles, each `[length, D / 2] float32`, as ONNX's GroupQueryAttention takes them.
 
-    Args:
-        length: number of positions.
-        frequencies: `[D / 2] float64`, radians per position.
-        factor: multiplies both tables.
-
-    Returns:
-        Two `[length, D / 2] float32`, as ONNX's GroupQueryAttention takes them.
+    `frequencies` are `[D / 2] float64` in radians per position; `factor` scales both tables, so the rotated vectors.
     """
     angles = torch.outer(torch.arange(length, dtype=torch.float64, device="cpu"), frequencies)
     return (angles.cos() * factor).float(), (angles.sin() * factor).float()
@@ -110,13 +104,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     ONNX's GroupQueryAttention calls it `rotary_interleaved=0`. Dot products of rotated queries and keys depend on the
     difference of positions only.
 
-    Args:
-        x: `[..., S, D]`.
-        cos: broadcastable to `[..., S, D / 2]`.
-        sin: as `cos`.
-
-    Returns:
-        `[..., S, D]` in x's dtype; under autocast the rotation is computed in the tables' float32.
+    `x` is `[..., S, D]`, and so is the result, in x's dtype; `cos` and `sin` broadcast to `[..., S, D / 2]`. Under
+    autocast the rotation is computed in the tables' float32.
     """
     first, second = x.chunk(2, dim=-1)
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

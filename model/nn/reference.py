@@ -56,16 +56,8 @@ def greedy(
 ) -> list[int]:
     """Greedy decoding with everything recomputed for each token; the lowest id wins a tie.
 
-    Args:
-        model: as in `logits`.
-        prompt: tokens to continue; may be empty if there is a start token.
-        source: as in `logits`.
-        max_tokens: limit of new tokens; the context may end the output earlier.
-        eos_ids: tokens that end the output.
-        start_id: precedes the prompt, for an encoder-decoder.
-
-    Returns:
-        The new tokens, the ending one included.
+    Returns the new tokens, the ending one included. The context may end the output before `max_tokens`. `start_id`
+    precedes the prompt, which may be empty then. Other arguments and errors as in `logits`.
     """
     sequence = [*(() if start_id is None else (start_id,)), *prompt]
     num_given = len(sequence)

@@ -178,10 +178,8 @@ class Chat:
 class _Guard:
     """Distinguishes the content of messages from the template's own output.
 
-    Args:
-        special: control tokens, which messages must never become.
-        ordinary: further tokens for which this holds, though templates search for them in messages.
-        literals: the template's strings, which it may search for, too.
+    Messages must never become `special` tokens (control tokens) or `ordinary` ones, which templates may search for in
+    messages, as for their own `literals`.
     """
 
     def __init__(self, special: Iterable[str], ordinary: Iterable[str], literals: Iterable[str]) -> None:

@@ -135,11 +135,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     that is written, compared or passed is weighed first. Not available: formatting with widths, recursive loops,
     inclusion of other templates, and a few filters.
 
-    Args:
-        now: the clock of `strftime_now`.
-
-    Attributes:
-        sought: strings that searches in arguments find even where they are enclosed.
+    `now` is the clock of `strftime_now`; `sought` are strings that searches find even where they are enclosed.
     """
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})

@@ -148,13 +148,8 @@ def load(
 ) -> Manifest:
     """Reads an artifact's manifest and checks every file, checksum, graph signature and special token against it.
 
-    A file above its size limit is not read.
-
-    Args:
-        folder: the artifact.
-        devices: the devices that the caller accepts.
-        checksums: whether to hash the files, which takes a second per gigabyte.
-        memory_bytes: the caller's limit for the weights of a CPU's graph; None sets none.
+    A file above its size limit is not read. `checksums` hashes the files, which takes a second per gigabyte.
+    `memory_bytes` limits the weights of a CPU's graph.
 
     Raises:
         ArtifactError: listing every problem, up to a bound.
