@@ -9,7 +9,6 @@ runner's output. Other logits that are wanted follow the slots'.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from model.spec.cost import causal_pairs
@@ -291,10 +290,7 @@ class ScheduledBatch:
         """Pairs of source tokens, each with all of its source."""
         return sum(len(row.token_ids) ** 2 for group in self.encodes for row in group.rows)
 
-    def _prompts(self) -> Iterator[tuple[int, int]]:
+    def _prompts(self) -> list[tuple[int, int]]:
         """Length and start of everything that is prefilled."""
-        for group in self.prefill_groups:
-            for row in group.rows:
-                yield len(row.token_ids), 0
-        for chunk in self.prefills:
-            yield len(chunk.token_ids), chunk.start
+        grouped = [(len(row.token_ids), 0) for group in self.prefill_groups for row in group.rows]
+        return grouped + [(len(chunk.token_ids), chunk.start) for chunk in self.prefills]

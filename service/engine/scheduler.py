@@ -257,7 +257,7 @@ class Scheduler:
         self._deadlines.pause()
         for group in self._ledger.fail():
             self._outputs.fail(group, EngineFailed(error_id), now)
-        self._outputs.forget_rows()
+        self._outputs.release()
         return self._outputs.take_events()
 
     def forget_kv(self) -> None:
@@ -359,7 +359,7 @@ class Scheduler:
             elif not plan.can_start(group, self._ledger.num_cached_tokens(group)):
                 return
             else:
-                self._tenants.of(group).waiting.remove(group)
+                self._tenants.discard(group)
                 if group.scheduled_time is None:
                     group.scheduled_time = now
                     self._deadlines.mark_started(group)

@@ -34,9 +34,9 @@ def extend_beams(group: SequenceGroup, extensions: Collection[Extension], ledger
 def hypothesis_events(group: SequenceGroup, hypotheses: Collection[Hypothesis]) -> Iterator[TokenEvent]:
     """Yields the events of a search that is over, output by output and token by token."""
     for index, hypothesis in enumerate(hypotheses):
-        tokens: list[tuple[int | None, TokenLogprobs | None]]
+        pairs = zip(hypothesis.token_ids, hypothesis.logprobs, strict=True)
         # Where the rules leave no continuation at all, there is not even one token.
-        tokens = [*zip(hypothesis.token_ids, hypothesis.logprobs, strict=True)] or [(None, None)]
+        tokens: list[tuple[int | None, TokenLogprobs | None]] = [*pairs] or [(None, None)]
         for place, (token_id, logprobs) in enumerate(tokens, 1):
             is_last = place == len(tokens)
             yield TokenEvent(

@@ -123,10 +123,6 @@ class Outputs:
             self._ledger.release(self._changed)
             self._changed = {}
 
-    def forget_rows(self) -> None:
-        """Drops what is to be released: the ledger has emptied all rows."""
-        self._changed = {}
-
     def take_events(self) -> tuple[TokenEvent, ...]:
         """All events since the last call."""
         events, self._events = tuple(self._events), []

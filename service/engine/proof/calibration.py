@@ -10,10 +10,10 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from service.engine.chunks import ChunkRules
-from service.engine.types import GenerationRequest, SamplingParams, StepOutput, StepStats, StoppingParams
+from service.engine.step_engine import StepEngine
+from service.engine.types import GenerationRequest, SamplingParams, StepStats, StoppingParams
 
 MAX_SECONDS = 0.5
 """For a model's calibration; other sizes are learned from requests."""
@@ -25,23 +25,6 @@ _EARLY_SOURCE = 512
 _NUM_DECODES = 4
 _NUM_PASSES = 4
 _SEED = 1
-
-
-class Steps(Protocol):
-    """The engine's methods that calibration calls."""
-
-    @property
-    def has_work(self) -> bool:
-        """Whether a step would do anything."""
-
-    def add_request(self, request: GenerationRequest) -> None:
-        """Queues a request."""
-
-    def abort(self, request_id: str) -> None:
-        """Ends a request at the next step boundary."""
-
-    def step(self) -> StepOutput:
-        """Moves every sequence that can move."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +71,7 @@ def rounds(rules: ChunkRules, max_batch_size: int, max_prefill_tokens: int) -> I
 
 
 def calibrate(
-    engine: Steps,
+    engine: StepEngine,
     plan: Sequence[Round],
     max_seconds: float,
     goes_on: Callable[[], bool] = lambda: True,

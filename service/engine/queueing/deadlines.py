@@ -55,9 +55,7 @@ class Deadlines:
     """The `deadline`, `start_by` and `end_by` of every live request, and how long steps take."""
 
     def __init__(self) -> None:
-        self._deadlines = MomentHeap()
-        self._starts = MomentHeap()
-        self._ends = MomentHeap()
+        self._deadlines, self._starts, self._ends = MomentHeap(), MomentHeap(), MomentHeap()
         self._timing = StepTiming()
 
     def add(self, group: SequenceGroup) -> None:

@@ -106,10 +106,7 @@ class Tenants:
 
     def discard(self, group: SequenceGroup) -> bool:
         """Takes a live request out of its queue; returns whether it waited."""
-        waiting = self.of(group).waiting
-        if is_waiting := group in waiting:
-            waiting.remove(group)
-        return is_waiting
+        return self.of(group).waiting.discard(group)
 
     def begin_step(self) -> None:
         """Drops what tenants left unused beyond a step's prompt tokens."""

@@ -39,10 +39,6 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[SequenceGroup]:
         return iter(self._groups)
 
-    def __contains__(self, group: SequenceGroup) -> bool:
-        index = self._place(group)
-        return index < len(self._groups) and self._groups[index] is group
-
     @property
     def first(self) -> SequenceGroup | None:
         """The next request to admit."""
@@ -52,15 +48,13 @@ class WaitingQueue:
         """Inserts a request at its place."""
         self._groups.insert(self._place(group), group)
 
-    def remove(self, group: SequenceGroup) -> None:
-        """Removes a request.
-
-        Raises:
-            ValueError: when it does not wait.
-        """
-        if group not in self:
-            raise ValueError(f"request {group.request_id} does not wait")
-        del self._groups[self._place(group)]
+    def discard(self, group: SequenceGroup) -> bool:
+        """Removes a request; returns whether it waited."""
+        index = self._place(group)
+        is_waiting = self._groups[index : index + 1] == [group]
+        if is_waiting:
+            del self._groups[index]
+        return is_waiting
 
     def _place(self, group: SequenceGroup) -> int:
         return bisect.bisect_left(self._groups, group.rank, key=lambda other: other.rank)

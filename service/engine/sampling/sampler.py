@@ -156,7 +156,7 @@ class Sampler:
         if sample.params.temperature < MIN_TEMPERATURE:
             return SampledToken(self._top.best(sample.slot), None)
         row = self._top.row(sample.slot)
-        return SampledToken(int(row.token_ids[self._draw(row.values, sample, row.highest)]), None)
+        return SampledToken(int(row.token_ids[self._draw(row.values, sample, row.values.max())]), None)
 
     def _draw(self, row: Float32, sample: SampleRow, highest: np.float32) -> int:
         """Draws an index from what the filters leave of a row."""

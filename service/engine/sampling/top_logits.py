@@ -33,12 +33,6 @@ class TopRow:
     values: Float32
     best: int
 
-    @property
-    def highest(self) -> np.float32:
-        """The highest logit."""
-        highest: np.float32 = self.values.max()
-        return highest
-
 
 class TopLogits:
     """Rows of the last step by slot, as far as only their highest logits are known."""

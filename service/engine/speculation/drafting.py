@@ -16,15 +16,14 @@ from service.engine.speculation.prompt_lookup import PromptLookup, TokenIds
 class Drafter:
     """Draft tokens of all sequences. Off until `enable`.
 
-    `max_provable_tokens` are those of one step if they are proven to change no bit; 0 where the model forbids drafts.
+    `max_tokens` are draft tokens of one step, at most; 0 while off. They become `max_provable_tokens` if proven to
+    change no bit; these are 0 where the model forbids drafts. `num_accepted` counts drafts accepted so far.
     """
 
     def __init__(self, max_provable_tokens: int) -> None:
         self.max_provable_tokens = max_provable_tokens
         self.max_tokens = 0
-        """Draft tokens of one step at most; 0 while speculation is off."""
         self.num_accepted = 0
-        """Draft tokens accepted so far."""
         self._lookups: WeakKeyDictionary[Sequence, PromptLookup] = WeakKeyDictionary()
 
     def enable(self, *, is_proven: bool = True) -> None:

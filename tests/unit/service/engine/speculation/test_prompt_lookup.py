@@ -292,6 +292,17 @@ def test_requests_with_rules_or_beams_or_one_token_get_no_drafts(wanted: dict[st
     assert num_drafted(run(asked, 4, memory=1)[0]) == 0
 
 
+def test_a_step_that_scores_a_prompt_gets_no_drafts() -> None:
+    # Nine tokens: the last of them runs by itself.
+    sampling = SamplingParams(temperature=0.0, seed=1)
+    asked = request("a", PROMPT[:9], max_tokens=20, sampling=sampling, scoring=PromptScoring())
+    alone, first = run(asked, 0, memory=1)
+    drafted, second = run(asked, 4, memory=1)
+    assert reported(drafted) == reported(alone)
+    assert second.batches[:2] == first.batches[:2]
+    assert num_accepted(drafted) > 0
+
+
 def test_only_a_row_that_decodes_alone_gets_drafts() -> None:
     runner = FakeRunner(memory=1)
     engine = engine_over(runner, 4)
