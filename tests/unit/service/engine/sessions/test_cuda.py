@@ -159,3 +159,13 @@ def test_a_missing_runtime_library_is_named() -> None:
 
     with pytest.raises(CudaError, match=r"libcudart\.so\.7 is missing: the extra `gpu` brings"):
         cuda_runtime("7.5")
+
+
+def test_a_failed_run_loses_the_device_only_if_it_does_not_answer(library: HostLibrary) -> None:
+    cause = RuntimeError("CUDA failure")
+    for device in ("cpu", "cuda"):
+        cuda_provider.require_alive(device, cause)
+    library.health = 700
+    cuda_provider.require_alive("cpu", cause)
+    with pytest.raises(cuda_provider.DeviceLost, match=r"illegal memory access .* it failed with: CUDA failure"):
+        cuda_provider.require_alive("cuda", cause)
