@@ -20,13 +20,15 @@ PROVIDER = "CUDAExecutionProvider"
 
 
 class HostLibrary:
-    """`libcudart` for a device that is this host: its memory, its copies, and so much of it free."""
+    """`libcudart` for a device of `num_bytes` in this host's memory; every call takes what C would take."""
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, num_bytes: int = 1 << 20) -> None:
         self.num_bytes = num_bytes
-        self.taken: dict[int, Any] = {}
-        self.num_copies = 0
-        # What the device answers when it is asked whether it still is there.
+        self.device: dict[int, Any] = {}
+        self.pinned: dict[int, Any] = {}
+        self.copies: list[tuple[int, int]] = []
+        self.num_cleared = 0
+        # What the device answers when it is asked whether it works.
         self.health = 0
         self.threads: set[str] = set()
 
@@ -34,46 +36,78 @@ class HostLibrary:
             restype: Any = None
 
             def __call__(self, code: int) -> bytes:
-                return {2: b"out of memory", 700: b"an illegal memory access was encountered"}[code]
+                return {
+                    2: b"out of memory",
+                    100: b"no CUDA-capable device is detected",
+                    700: b"an illegal memory access was encountered",
+                }[code]
 
         self.cudaGetErrorString = Describe()
 
+    @property
+    def taken(self) -> dict[int, Any]:
+        return self.device | self.pinned
+
+    def cudaGetDeviceCount(self, count: Any) -> int:  # noqa: N802
+        count._obj.value = 1
+        return 0
+
     def cudaMemGetInfo(self, free: Any, total: Any) -> int:  # noqa: N802
-        self.threads.add(threading.current_thread().name)
-        free._obj.value, total._obj.value = self.num_bytes - sum(map(len, self.taken.values())), self.num_bytes
+        self._note_thread()
+        free._obj.value, total._obj.value = self.num_bytes - sum(map(len, self.device.values())), self.num_bytes
         return 0
 
     def cudaMalloc(self, address: Any, num_bytes: ctypes.c_size_t) -> int:  # noqa: N802
-        self.threads.add(threading.current_thread().name)
-        block = (ctypes.c_char * num_bytes.value)()
-        address._obj.value = ctypes.addressof(block)
-        self.taken[ctypes.addressof(block)] = block
-        return 0
+        if num_bytes.value + sum(map(len, self.device.values())) > self.num_bytes:
+            return 2
+        return self._take(self.device, address, num_bytes)
+
+    def cudaMallocHost(self, address: Any, num_bytes: ctypes.c_size_t) -> int:  # noqa: N802
+        return self._take(self.pinned, address, num_bytes)
 
     def cudaFree(self, address: ctypes.c_void_p) -> int:  # noqa: N802
-        self.threads.add(threading.current_thread().name)
-        del self.taken[address.value or 0]
+        self._note_thread()
+        del self.device[address.value or 0]
         return 0
 
-    cudaMallocHost = cudaMalloc  # noqa: N815
-    cudaFreeHost = cudaFree  # noqa: N815
+    def cudaFreeHost(self, address: ctypes.c_void_p) -> int:  # noqa: N802
+        self._note_thread()
+        del self.pinned[address.value or 0]
+        return 0
 
     def cudaDeviceSynchronize(self) -> int:  # noqa: N802
         return self.health
 
     def cudaGetLastError(self) -> int:  # noqa: N802
+        self.num_cleared += 1
         return self.health
 
-    def cudaMemcpy(self, target: Any, source: Any, num_bytes: ctypes.c_size_t, kind: Any) -> int:  # noqa: N802
-        self.threads.add(threading.current_thread().name)
+    def cudaMemcpy(  # noqa: N802
+        self, target: ctypes.c_void_p, source: ctypes.c_void_p, num_bytes: ctypes.c_size_t, kind: ctypes.c_int
+    ) -> int:
+        self._note_thread()
+        on_device, on_host = (target, source) if kind.value == 1 else (source, target)
+        assert kind.value in (1, 2)
+        assert on_host.value not in self.device
+        assert num_bytes.value <= len(self.device[on_device.value or 0])
         ctypes.memmove(target, source, num_bytes.value)
-        self.num_copies += 1
+        self.copies.append((kind.value, num_bytes.value))
         return 0
+
+    def _take(self, memory: dict[int, Any], address: Any, num_bytes: ctypes.c_size_t) -> int:
+        self._note_thread()
+        block = (ctypes.c_char * num_bytes.value)()
+        address._obj.value = ctypes.addressof(block)
+        memory[ctypes.addressof(block)] = block
+        return 0
+
+    def _note_thread(self) -> None:
+        self.threads.add(threading.current_thread().name)
 
 
 @dataclasses.dataclass
-class Told:
-    """What sessions were told, by file, by which numbers they were run, and on which threads."""
+class Recorded:
+    """How sessions were made, by file, by which numbers they were run, and on which threads."""
 
     providers: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -91,7 +125,7 @@ class Told:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What one provider computes of a graph."""
+    """The nodes of a graph that one provider computes."""
 
     ep_name: str
     nodes: list[Any]
@@ -101,20 +135,19 @@ class Part:
 
 
 class SessionDouble:
-    """An ONNX Runtime session that says it is on CUDA and computes on the CPU provider.
+    """An ONNX Runtime session that claims to be on CUDA and computes on the CPU provider.
 
-    A run that is recorded is held to what a device repeats: the same addresses, the same shapes, and on the host the
-    same numbers as when it was recorded, by the same thread.
+    A recorded run must repeat the addresses, shapes and host values of its recording, on the same thread.
     """
 
-    told: Told
+    recorded: Recorded
 
     def __init__(self, path: str, settings: Any, providers: list[Any], enable_fallback: int = 1) -> None:
         self.name = Path(path).name
-        self.told.threads.add(threading.current_thread().name)
-        self.told.providers[self.name] = providers
-        self.told.settings[self.name] = settings
-        self.told.fallbacks[self.name] = enable_fallback
+        self.recorded.threads.add(threading.current_thread().name)
+        self.recorded.providers[self.name] = providers
+        self.recorded.settings[self.name] = settings
+        self.recorded.fallbacks[self.name] = enable_fallback
         self._recorded: dict[str, tuple[int, dict[str, Any]]] = {}
         mine = ort.SessionOptions()
         mine.intra_op_num_threads = 1
@@ -127,22 +160,22 @@ class SessionDouble:
 
     def get_provider_graph_assignment_info(self) -> list[Part]:
         nodes = [node for part in self._session.get_provider_graph_assignment_info() for node in part.get_nodes()]
-        here = {"Shape", *self.told.lacking}
+        here = {"Shape", *self.recorded.lacking}
         return [
             Part(PROVIDER, [node for node in nodes if node.op_type not in here]),
             Part("CPUExecutionProvider", [node for node in nodes if node.op_type in here]),
         ]
 
     def io_binding(self) -> Any:
-        return BindingDouble(self._session.io_binding(), self.told.bound.setdefault(self.name, set()))
+        return BindingDouble(self._session.io_binding(), self.recorded.bound.setdefault(self.name, set()))
 
     def run_with_iobinding(self, binding: BindingDouble, options: Any = None) -> None:
         number = "none" if options is None else options.get_run_config_entry("gpu_graph_id")
-        self.told.threads.add(threading.current_thread().name)
-        self.told.numbers.append((self.name, number))
-        self.told.shapes.append((self.name, binding.shapes()))
-        if self.told.complaint:
-            raise RuntimeError(self.told.complaint)
+        self.recorded.threads.add(threading.current_thread().name)
+        self.recorded.numbers.append((self.name, number))
+        self.recorded.shapes.append((self.name, binding.shapes()))
+        if self.recorded.complaint:
+            raise RuntimeError(self.recorded.complaint)
         if number not in ("none", "-1"):
             self._hold_to(number, binding.repeated())
         self._session.run_with_iobinding(binding.real)
@@ -150,7 +183,7 @@ class SessionDouble:
     def _hold_to(self, number: str, found: dict[str, Any]) -> None:
         thread = threading.get_ident()
         if number not in self._recorded:
-            self.told.num_recorded += 1
+            self.recorded.num_recorded += 1
             on_host = {name for name, (device, *_) in found.items() if device == "cpu"}
             assert on_host <= {"attention_metadata", "source_attention_metadata"}, "a device repeats no copy to a host"
         assert self._recorded.setdefault(number, (thread, found)) == (thread, found), f"run {number} has changed"
@@ -160,7 +193,7 @@ class SessionDouble:
 
 
 class BindingDouble:
-    """Takes what is on the device for what it is here: memory of this host."""
+    """Binds device memory as what it is here: memory of this host."""
 
     def __init__(self, real: Any, on_device: set[str]) -> None:
         self.real = real
@@ -189,7 +222,7 @@ class BindingDouble:
         return placed | {name: tuple(value.shape()) for name, value in self._values.items()}
 
     def repeated(self) -> dict[str, Any]:
-        """What a device that records takes for granted from then on."""
+        """What a recorded run depends on."""
         given = {
             name: ("cpu", value.data_ptr(), tuple(value.shape()), value.numpy().tolist())
             for name, value in self._values.items()

@@ -27,7 +27,7 @@ _ONE_NUMBER = ModelConfig(
 
 
 class SpoiledBlocks(HostBlocks):
-    """Blocks that are overwritten as soon as nobody wants them."""
+    """Blocks that are overwritten when they are freed."""
 
     def release(self, block: int) -> None:
         for blocks in self.caches:

@@ -1,7 +1,7 @@
-"""Serving on CUDA as far as no device is needed: what ONNX Runtime is told, what it is given, and how it is refused.
+"""Serving on CUDA without a device: options, bindings and refusals.
 
-ONNX Runtime's own session stands behind a double that takes down what it is told and computes on the CPU provider: by
-the stand-in's graphs, since those for CUDA have no kernels there.
+Sessions are doubles (`tests.cuda_double`) that record how they are used and compute on the CPU provider, by graphs of
+standard operators, as the CPU has no kernels for those of CUDA.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from service.errors import EngineFailed, StartupError
 from service.repository import loading
 from service.repository.loading import load_model, settle_device
 from tests.artifacts import paged_artifact, tiny_artifact, tiny_checkpoint, tiny_config
-from tests.cuda_double import PROVIDER, HostLibrary, SessionDouble, Told, answers
+from tests.cuda_double import PROVIDER, HostLibrary, Recorded, SessionDouble, answers
 from tests.fakes import drain
 from tests.servers import connect, generate_request
 
@@ -73,13 +73,13 @@ def library(monkeypatch: pytest.MonkeyPatch) -> HostLibrary:
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch, library: HostLibrary) -> Told:
-    SessionDouble.told = Told()
+def recorded(monkeypatch: pytest.MonkeyPatch, library: HostLibrary) -> Recorded:
+    SessionDouble.recorded = Recorded()
     # Where the server sees it, and not the exporter.
     double = types.SimpleNamespace(**{**vars(ort), "InferenceSession": SessionDouble})
     for module in (session, cuda_provider):
         monkeypatch.setattr(module, "ort", double)
-    return SessionDouble.told
+    return SessionDouble.recorded
 
 
 def on_cuda(family: str) -> tuple[Path, Manifest]:
@@ -88,10 +88,10 @@ def on_cuda(family: str) -> tuple[Path, Manifest]:
     return folder, dataclasses.replace(artifact.load(folder), device=Device.CUDA)
 
 
-# What ONNX Runtime is told
+# Sessions and runs
 
 
-def test_provider_options_cap_the_arena_exactly_and_record_only_when_told() -> None:
+def test_provider_options_cap_the_arena_and_record_on_request() -> None:
     assert cuda_provider_options(Cuda(records=True, max_bytes=12_345)) == {
         "device_id": "0",
         "arena_extend_strategy": "kSameAsRequested",
@@ -107,14 +107,14 @@ def test_provider_options_cap_the_arena_exactly_and_record_only_when_told() -> N
 
 @pytest.mark.parametrize("family", [DECODER_ONLY, ENCODER_DECODER])
 def test_factory_builds_an_engine_on_cuda_that_gives_the_tokens_of_slots(
-    family: str, told: Told, library: HostLibrary
+    family: str, recorded: Recorded, library: HostLibrary
 ) -> None:
     folder, manifest = on_cuda(family)
     budget = plan_kv_memory(manifest, LIMITS.max_batch_size, None).num_bytes
     limits = dataclasses.replace(LIMITS, kv_memory_bytes=budget)
     engine = factory.build_engine(folder, manifest, lambda _: "", limits, THREADS, LastRun(), device=Wanted.CUDA)
     names = {"decoder.onnx", "move.onnx", *(["encoder.onnx"] if family == ENCODER_DECODER else [])}
-    assert told.providers.keys() == names
+    assert recorded.providers.keys() == names
     assert {graph.file for graph in manifest.graphs.values()} == names
     for graph, spec in manifest.graphs.items():
         name = spec.file
@@ -122,14 +122,14 @@ def test_factory_builds_an_engine_on_cuda_that_gives_the_tokens_of_slots(
         assert weights > (0 if graph == MOVE else 10_000)
         cap = weights + step_bytes(manifest, LIMITS.max_batch_size, LIMITS.max_prefill_tokens)
         options = cuda_provider_options(Cuda(records=graph == DECODER, max_bytes=cap))
-        assert told.providers[name] == [(PROVIDER, options)], "and no other provider to fall back on"
-        assert told.fallbacks[name] == 0
-        assert not told.settings[name].enable_mem_pattern
-        entry = told.settings[name].get_session_config_entry
+        assert recorded.providers[name] == [(PROVIDER, options)], "and no other provider to fall back on"
+        assert recorded.fallbacks[name] == 0
+        assert not recorded.settings[name].enable_mem_pattern
+        entry = recorded.settings[name].get_session_config_entry
         assert entry("session.use_device_allocator_for_initializers") == "1"
         fallback = "disable_cpu_ep_fallback" if graph == DECODER else "record_ep_graph_assignment_info"
         assert entry(f"session.{fallback}") == "1"
-    # K/V take what the budget says and a block that is nobody's, whole from the start.
+    # K/V take the budget and a scratch block, allocated at once.
     kv_bytes = budget + manifest.kv_cache.block_size * plan_kv_memory(manifest, 1, None).token_bytes
     caches = [len(block) for block in library.taken.values() if len(block) * 2 * manifest.config.num_layers == kv_bytes]
     assert len(caches) == 2 * manifest.config.num_layers
@@ -137,24 +137,26 @@ def test_factory_builds_an_engine_on_cuda_that_gives_the_tokens_of_slots(
     golden_cases = golden.load(folder / GOLDEN)
     tolerance = golden.tolerance_of(manifest.precision, manifest.kv_cache.precision)
     assert all(result.passed for result in engine.verify_golden(golden_cases, tolerance))
-    assert told.num_recorded == len(decode_sizes(LIMITS.max_batch_size, manifest.config.context))
-    told.numbers.clear()
+    assert recorded.num_recorded == len(decode_sizes(LIMITS.max_batch_size, manifest.config.context))
+    recorded.numbers.clear()
     mine = answers(engine, manifest)
-    assert told.num_recorded == len(decode_sizes(LIMITS.max_batch_size, manifest.config.context)), "none amid streams"
-    runs = {int(number) for name, number in told.numbers if name == "decoder.onnx"}
+    assert recorded.num_recorded == len(decode_sizes(LIMITS.max_batch_size, manifest.config.context)), (
+        "none amid streams"
+    )
+    runs = {int(number) for name, number in recorded.numbers if name == "decoder.onnx"}
     # Steps of single tokens have a number by which they are recorded, the others none: they are run as they come.
     assert len({number for number in runs if number > 0}) >= 2
     assert {number for number in runs if number <= 0} == ({-1} if family == DECODER_ONLY else set())
-    assert {number for name, number in told.numbers if name != "decoder.onnx"} <= {"none"}
-    caches_bound = {name for name in told.bound["decoder.onnx"] if "_cache_" in name}
+    assert {number for name, number in recorded.numbers if name != "decoder.onnx"} <= {"none"}
+    caches_bound = {name for name in recorded.bound["decoder.onnx"] if "_cache_" in name}
     assert len(caches_bound) == 4 * manifest.config.num_layers
-    assert "attention_metadata" not in told.bound["decoder.onnx"], "the operator reads it on the host"
+    assert "attention_metadata" not in recorded.bound["decoder.onnx"], "the operator reads it on the host"
     slots = tiny_artifact(family)
     theirs = factory.build_engine(slots, artifact.load(slots), lambda _: "", LIMITS, THREADS, LastRun())
     assert mine == answers(theirs, manifest)
 
 
-def test_a_decoding_step_takes_one_copy_in_and_one_out(told: Told, library: HostLibrary) -> None:
+def test_a_decoding_step_takes_one_copy_in_and_one_out(recorded: Recorded, library: HostLibrary) -> None:
     folder, manifest = on_cuda(DECODER_ONLY)
     engine = factory.build_engine(folder, manifest, lambda _: "", LIMITS, THREADS, LastRun())
     engine.add_request(
@@ -168,14 +170,14 @@ def test_a_decoding_step_takes_one_copy_in_and_one_out(told: Told, library: Host
     )
     copies = []
     while engine.has_work:
-        before = library.num_copies
+        before = len(library.copies)
         engine.step()
-        copies.append(library.num_copies - before)
+        copies.append(len(library.copies) - before)
     assert set(copies[2:]) == {2}
 
 
 def test_a_session_that_onnx_runtime_makes_on_another_provider_is_refused(
-    told: Told, monkeypatch: pytest.MonkeyPatch
+    recorded: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SessionDouble, "get_providers", lambda _: ["CPUExecutionProvider"])
     folder, manifest = on_cuda(DECODER_ONLY)
@@ -185,18 +187,18 @@ def test_a_session_that_onnx_runtime_makes_on_another_provider_is_refused(
 
 @pytest.mark.parametrize(("graph", "lacking"), [(ENCODER, "LayerNormalization"), (MOVE, "ScatterND")])
 def test_a_graph_that_onnx_runtime_would_leave_in_part_to_the_processor_is_refused(
-    graph: str, lacking: str, told: Told
+    graph: str, lacking: str, recorded: Recorded
 ) -> None:
     folder, manifest = on_cuda(ENCODER_DECODER)
     GraphSession(folder, manifest.graphs[graph], THREADS, cuda=Cuda(records=False))
-    told.lacking = frozenset({lacking})
+    recorded.lacking = frozenset({lacking})
     with pytest.raises(StartupError, match=rf"{graph}\.onnx: CUDAExecutionProvider has no kernel for {lacking}$"):
         GraphSession(folder, manifest.graphs[graph], THREADS, cuda=Cuda(records=False))
 
 
 @pytest.mark.parametrize("family", [DECODER_ONLY, ENCODER_DECODER])
-def test_the_largest_step_is_run_before_any_other_and_leaves_nothing_behind(
-    family: str, told: Told, library: HostLibrary
+def test_warm_up_runs_the_largest_step_first_and_writes_no_kv(
+    family: str, recorded: Recorded, library: HostLibrary
 ) -> None:
     folder, manifest = on_cuda(family)
     config = manifest.config
@@ -206,7 +208,7 @@ def test_the_largest_step_is_run_before_any_other_and_leaves_nothing_behind(
         assert isinstance(cache, DeviceTensor)
         cache.write(np.full(cache.shape, 0.25, np.float32))
     runner.warm_up()
-    first, shapes = told.shapes[0]
+    first, shapes = recorded.shapes[0]
     if family == ENCODER_DECODER:
         rows = max(1, LIMITS.max_prefill_tokens // config.source_context)
         assert (first, shapes["source_ids"]) == ("encoder.onnx", (rows, config.source_context))
@@ -215,15 +217,15 @@ def test_the_largest_step_is_run_before_any_other_and_leaves_nothing_behind(
         assert (first, shapes["input_ids"], shapes["past_seqlens"]) == ("decoder.onnx", (35,), (4,))
         assert shapes["block_table"] == (4, -(-config.context // block))
         assert shapes["logits"] == (35, config.vocab_size)
-    sizes = [shapes["input_ids"][0] for name, shapes in told.shapes[1:]]
+    sizes = [shapes["input_ids"][0] for name, shapes in recorded.shapes[1:]]
     assert sizes == [4, 2, 1], "the largest first"
     for cache in runner.memory.caches:
-        assert (cache.read()[1:] == 0.25).all(), "but in nobody's block"
+        assert (cache.read()[1:] == 0.25).all(), "only the scratch block is written"
     assert runner.kv.num_free_blocks == runner.memory.num_blocks
 
 
-def test_a_step_that_fails_ends_its_requests_and_one_that_the_device_does_not_outlive_ends_all(
-    told: Told, library: HostLibrary
+def test_a_failed_step_ends_its_requests_and_a_lost_device_ends_the_engine(
+    recorded: Recorded, library: HostLibrary
 ) -> None:
     folder, manifest = on_cuda(DECODER_ONLY)
     engine = factory.build_engine(folder, manifest, lambda _: "", LIMITS, THREADS, LastRun())
@@ -240,21 +242,19 @@ def test_a_step_that_fails_ends_its_requests_and_one_that_the_device_does_not_ou
         )
 
     ask("a")
-    told.complaint = "CUDA failure 2: out of memory"
+    recorded.complaint = "CUDA failure 2: out of memory"
     assert [type(event.error) for event in engine.step().events] == [EngineFailed]
-    told.complaint = ""
+    recorded.complaint = ""
     ask("b")
     assert {event.error for output in drain(engine) for event in output.events} == {None}
     ask("c")
-    told.complaint, library.health = "CUDA failure 700", 700
+    recorded.complaint, library.health = "CUDA failure 700", 700
     with pytest.raises(DeviceLost, match="an illegal memory access was encountered; it failed with: CUDA failure 700"):
         engine.step()
 
 
-def test_an_engine_that_is_let_go_of_gives_the_device_back_what_it_took_there_and_then(
-    told: Told, library: HostLibrary
-) -> None:
-    """By whoever let go of it: nothing waits for the collector, which works on any thread."""
+def test_a_released_engine_frees_device_memory_at_once(recorded: Recorded, library: HostLibrary) -> None:
+    """On the thread that releases it, without the garbage collector, which runs on any thread."""
     folder, manifest = on_cuda(ENCODER_DECODER)
     gc.collect()
     gc.disable()
@@ -269,7 +269,7 @@ def test_an_engine_that_is_let_go_of_gives_the_device_back_what_it_took_there_an
 
 
 async def test_models_are_loaded_and_unloaded_on_a_device_by_the_engine_thread_alone(
-    told: Told, library: HostLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recorded: Recorded, library: HostLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The stand-in computes in float32, which no artifact for CUDA does.
     monkeypatch.setattr(artifact.checks, "CUDA_PRECISIONS", (*artifact.CUDA_PRECISIONS, Precision.FP32))
@@ -293,13 +293,13 @@ async def test_models_are_loaded_and_unloaded_on_a_device_by_the_engine_thread_a
     held = len(library.taken)
     assert held
     async with app.listening() as endpoint, connect(app, endpoint, CollectorRegistry()) as server:
-        told.threads.clear()
+        recorded.threads.clear()
         library.threads.clear()
         await app.verify_all()
         shutil.move(tmp_path / ".b", tmp_path / "b")
         await server.models.LoadModel(model_pb2.LoadModelRequest(model="b"))
         await server.models.ReloadModel(model_pb2.ReloadModelRequest(model="a"))
-        # An artifact that fails its proof takes memory, and gives it back.
+        # An artifact that fails its proof frees its memory.
         with monkeypatch.context() as patch:
             patch.setattr("service.repository.startup.tolerance_of", lambda *_: golden.Tolerance(absolute=0.0))
             with pytest.raises(grpc.aio.AioRpcError, match="golden cases failed"):
@@ -307,10 +307,10 @@ async def test_models_are_loaded_and_unloaded_on_a_device_by_the_engine_thread_a
         await server.models.UnloadModel(model_pb2.UnloadModelRequest(model="b"))
         request = generate_request("3 May", model="a", max_tokens=4, ignore_eos=True)
         assert len((await server.generation.Generate(request)).outputs[0].token_ids) == 4
-        assert told.threads == library.threads == {"engine"}
+        assert recorded.threads == library.threads == {"engine"}
 
 
-def test_factory_refuses_what_the_device_has_no_room_for(told: Told, library: HostLibrary) -> None:
+def test_factory_refuses_what_the_device_has_no_room_for(recorded: Recorded, library: HostLibrary) -> None:
     folder, manifest = on_cuda(DECODER_ONLY)
     needed = plan_kv_memory(manifest, LIMITS.max_batch_size, None).num_bytes
     besides = device_overhead_bytes(manifest, LIMITS.max_batch_size, LIMITS.max_prefill_tokens)
@@ -364,8 +364,8 @@ def test_a_cuda_artifact_is_written_checked_and_refused_where_there_is_no_device
     with caplog.at_level(logging.WARNING, "service.repository.devices"):
         settled = settle_device(config)
     assert settled.device is Wanted.CPU
-    told = [record.message for record in caplog.records if record.name == "service.repository.devices"]
-    assert told == [f"computing on the CPU, as CUDA does not work: {missing}"]
+    messages = [record.message for record in caplog.records if record.name == "service.repository.devices"]
+    assert messages == [f"computing on the CPU, as CUDA does not work: {missing}"]
     assert load_model(models / "tiny", settled.device).manifest.device is Device.CPU
     engine = loading.build_engines(models, loading.load_models(models, device=settled.device), settled)["tiny"]
     assert engine.kv_memory_bytes == loading.needs_of(artifact.load(models / "tiny" / "cpu"), settled).whole

@@ -367,10 +367,10 @@ def test_attention_to_a_source_is_onnx_runtimes(int8: bool) -> None:
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "rotary"), _HEADS)
 @pytest.mark.parametrize("int8", [False, True])
-def test_a_tokens_attention_has_the_same_bits_alone_in_company_in_chunks_and_decoded(
+def test_a_tokens_attention_has_the_same_bits_alone_batched_in_chunks_and_decoded(
     heads: int, kv_heads: int, dim: int, rotary: bool, int8: bool
 ) -> None:
-    """And K/V behind a row's end are not felt, be they no numbers."""
+    """K/V beyond a row's end, NaN here, have no effect."""
     attention = AttentionCase(heads, kv_heads, dim, rotary=rotary, int8=int8)
     one_thread = open_session(attention.own_model, by_kernels=True, threads=1)
     length, (packed,) = 150, attention.new_tokens(1, 150)
@@ -379,13 +379,13 @@ def test_a_tokens_attention_has_the_same_bits_alone_in_company_in_chunks_and_dec
         part[:] = attention.nothing
     whole, key, value = attention.run(attention.own, [packed], empty, [length - 1])
     for chunk in (64, 16, 1):
-        cache, pieces = empty, []
+        cache, parts = empty, []
         for begin in range(0, length, chunk):
-            piece = packed[:, begin : begin + chunk]
-            y, *caches = attention.run(one_thread, [piece], cache, [begin + piece.shape[1] - 1])
+            part = packed[:, begin : begin + chunk]
+            y, *caches = attention.run(one_thread, [part], cache, [begin + part.shape[1] - 1])
             cache = (caches[0], caches[1])
-            pieces.append(y)
-        assert np.concatenate(pieces, axis=1).tobytes() == whole.tobytes(), f"chunks of {chunk}"
+            parts.append(y)
+        assert np.concatenate(parts, axis=1).tobytes() == whole.tobytes(), f"chunks of {chunk}"
         assert [part[:, :, :length].tobytes() for part in cache] == [
             part[:, :, :length].tobytes() for part in (key, value)
         ]
@@ -465,9 +465,9 @@ def test_weights_that_are_computed_are_read_in_each_run_and_stored_ones_stay_whe
         assert both.run(["y"], {"x": x, "weight": weight})[0].tobytes() == y.tobytes()
     y, _, z, p = given.run(None, feeds)
     for session in (own, both, own):
-        told = session.run(None, {"x": x})
-        assert [told[index].tobytes() for index in (0, 2)] == [y.tobytes(), z.tobytes()]
-        np.testing.assert_allclose(told[3], p, rtol=1e-4, atol=1e-4)
+        found = session.run(None, {"x": x})
+        assert [found[index].tobytes() for index in (0, 2)] == [y.tobytes(), z.tobytes()]
+        np.testing.assert_allclose(found[3], p, rtol=1e-4, atol=1e-4)
 
 
 def test_eight_bits_must_be_stored() -> None:
@@ -528,7 +528,7 @@ def test_a_square_matrix_is_not_taken_for_its_transpose() -> None:
 
 
 @pytest.mark.parametrize("precision", [FP32, INT8, INT4])
-def test_a_row_that_is_no_number_stays_none_and_is_nobody_elses_affair(precision: Precision) -> None:
+def test_a_nan_row_stays_nan_and_does_not_affect_other_rows(precision: Precision) -> None:
     rng = np.random.default_rng(0)
     x, weight = (rng.standard_normal(shape).astype(np.float32) for shape in ((3, 64), (64, 40)))
     x[1, 5] = np.nan

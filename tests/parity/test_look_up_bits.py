@@ -87,7 +87,7 @@ def ask(engine: Engine, vocab_size: int) -> list[list[StepOutput]]:
     return outputs
 
 
-def told(outputs: Sequence[StepOutput]) -> list[Any]:
+def answers(outputs: Sequence[StepOutput]) -> list[Any]:
     return [(event.token_id, event.logprobs, event.finish_reason) for output in outputs for event in output.events]
 
 
@@ -99,7 +99,7 @@ def test_answers_have_the_bits_that_they_have_without_guesses(variant: str) -> N
     engine = engine_for(folder, GUESSING)
     assert engine.max_draft_tokens == LOOK_UP, "what computes here gives a chunk the bits of its tokens"
     alone, guessed = ask(engine_for(folder, LIMITS), vocab_size), ask(engine, vocab_size)
-    assert [told(outputs) for outputs in guessed] == [told(outputs) for outputs in alone]
+    assert [answers(outputs) for outputs in guessed] == [answers(outputs) for outputs in alone]
     steps = [output.stats for outputs in guessed for output in outputs]
     drafted, accepted = (sum(getattr(each, f"num_{kind}_tokens") for each in steps) for kind in ("draft", "accepted"))
     assert 0 < accepted < drafted, "some guesses are right, and some are wrong"
@@ -146,7 +146,7 @@ def refusals(folder: Path, **options: Any) -> list[str]:
     return [problem.removeprefix(f"{folder}: look_up is {LOOK_UP}: ") for problem in refusal.value.problems]
 
 
-def test_whoever_asks_for_guesses_where_they_cannot_be_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_speculation_is_refused_with_its_obstacles(monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = tiny_artifact("decoder-only")
     assert refusals(tiny, own_kernels=False) == [
         "the kernels are not to be used, and standard operators give a chunk other bits"
@@ -155,8 +155,8 @@ def test_whoever_asks_for_guesses_where_they_cannot_be_is_told_why(monkeypatch: 
     monkeypatch.setattr(kernels, "why_not", lambda: None)
     paged = paged_artifact("decoder-only")
     assert refusals(paged) == [blocks]
-    monkeypatch.setattr(kernels, "why_not", lambda: "nobody built them")
-    assert refusals(tiny) == ["there are no kernels, and standard operators give a chunk other bits: nobody built them"]
+    monkeypatch.setattr(kernels, "why_not", lambda: "not built")
+    assert refusals(tiny) == ["there are no kernels, and standard operators give a chunk other bits: not built"]
 
 
 @needs_kernels

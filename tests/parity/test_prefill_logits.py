@@ -1,4 +1,4 @@
-"""Chunks of prompts of which nobody wants logits: none are computed, and what follows has the bits it has with them."""
+"""Chunks without wanted logits compute none, and later logits have the same bits."""
 
 from __future__ import annotations
 

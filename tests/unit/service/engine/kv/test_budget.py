@@ -143,8 +143,8 @@ def test_kv_memory_beyond_the_device_is_refused_with_what_steps_take_beside_it(o
     besides = device_overhead_bytes(one, NUM_SLOTS, 64)
     check_device_memory(one, budget, NUM_SLOTS, 64, budget.num_bytes + besides)
     left = budget.num_bytes + besides - 1
-    told = f"K/V need {budget.num_bytes} bytes and steps {besides}, the device has {left} left"
-    with pytest.raises(StartupError, match=told):
+    problem = f"K/V need {budget.num_bytes} bytes and steps {besides}, the device has {left} left"
+    with pytest.raises(StartupError, match=problem):
         check_device_memory(one, budget, NUM_SLOTS, 64, left)
     least = plan_kv_memory(one, 1, None).num_bytes
     with pytest.raises(StartupError, match=f"kv_memory is {least - 1} bytes, must be at least {least}"):

@@ -1,4 +1,4 @@
-"""What the ledger writes down, single operations by example; whole lives are the scheduler's tests."""
+"""The ledger's operations by example; whole lives are the scheduler's tests."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ CHUNK = 4
 
 def make_ledger(num_bytes: int = 1000, num_slots: int = 4) -> KVLedger:
     """A byte holds a token."""
-    pieces = ChunkRules(chunk=CHUNK, context=64, prompt_padding=4, short_prompt=0, source_padding=4, source_context=64)
-    ledger = KVLedger(num_slots, KVBudget(num_bytes=num_bytes), pieces)
+    rules = ChunkRules(chunk=CHUNK, context=64, prompt_padding=4, short_prompt=0, source_padding=4, source_context=64)
+    ledger = KVLedger(num_slots, KVBudget(num_bytes=num_bytes), rules)
     assert ledger.take_operations() == (KVRetain(frozenset()),)
     return ledger
 
@@ -67,7 +67,7 @@ def operations(ledger: KVLedger) -> tuple[KVOperation, ...]:
     return ledger.take_operations()
 
 
-def test_ledger_outputs_that_part_get_copies_of_the_row_they_shared() -> None:
+def test_ledger_forked_outputs_get_copies_of_their_row() -> None:
     ledger, group = make_ledger(), make_group([5, 6, 7], num_outputs=3)
     assert admit(ledger, group) == [0]
     compute(ledger, group)
@@ -108,7 +108,7 @@ def test_ledger_a_beam_takes_the_row_of_a_dead_one_and_copies_what_they_do_not_s
     assert list(ledger.slots) == [child, second]
 
 
-def test_ledger_preempted_rows_are_saved_before_anybody_moves_and_come_back_in_any_row() -> None:
+def test_ledger_saves_preempted_rows_before_others_move_and_restores_them_in_any_row() -> None:
     ledger = make_ledger()
     victim, other = make_group([5, 6], order=0), make_group([7, 8, 9], order=1)
     for group in (victim, other):
@@ -122,7 +122,7 @@ def test_ledger_preempted_rows_are_saved_before_anybody_moves_and_come_back_in_a
     assert (victim.handles, victim.sequences[0].num_computed_tokens) == ((), 2)
 
 
-def test_ledger_what_is_saved_of_a_request_that_ends_is_dropped() -> None:
+def test_ledger_drops_the_saved_rows_of_an_ended_request() -> None:
     ledger, group = make_ledger(), make_group([5, 6])
     admit(ledger, group)
     compute(ledger, group)
@@ -133,7 +133,7 @@ def test_ledger_what_is_saved_of_a_request_that_ends_is_dropped() -> None:
     assert ledger.usage_ratio == 0
 
 
-def test_ledger_keeps_whole_chunks_and_gives_them_to_who_begins_alike() -> None:
+def test_ledger_caches_whole_chunks_for_requests_with_the_same_prefix() -> None:
     ledger, first = make_ledger(), make_group([*range(10)])
     admit(ledger, first)
     compute(ledger, first)
@@ -147,9 +147,7 @@ def test_ledger_keeps_whole_chunks_and_gives_them_to_who_begins_alike() -> None:
 
 
 @pytest.mark.parametrize(("num_bytes", "dropped"), [(40, []), (31, [2]), (27, [2, 1])])
-def test_ledger_what_is_kept_is_dropped_from_a_prompts_end_until_a_request_fits(
-    num_bytes: int, dropped: list[int]
-) -> None:
+def test_ledger_evicts_chunks_from_a_prompts_end_until_a_request_fits(num_bytes: int, dropped: list[int]) -> None:
     ledger, first = make_ledger(num_bytes), make_group([*range(10)])
     admit(ledger, first)
     compute(ledger, first)
@@ -162,7 +160,7 @@ def test_ledger_what_is_kept_is_dropped_from_a_prompts_end_until_a_request_fits(
     assert ledger.num_cached_bytes == 2 * CHUNK - CHUNK * len(dropped)
 
 
-def test_ledger_rows_that_nobody_uses_are_freed_before_anything_kept_is_dropped() -> None:
+def test_ledger_frees_unused_rows_before_it_evicts_chunks() -> None:
     ledger = make_ledger(40)
     groups = [make_group([number, 5, 6, 7, 8], max_tokens=5, order=number) for number in range(2)]
     for group in groups:
@@ -171,7 +169,7 @@ def test_ledger_rows_that_nobody_uses_are_freed_before_anything_kept_is_dropped(
         group.sequences = []
     ledger.release(groups)
     operations(ledger)
-    # Beside its reservation there is room for the two chunks that are kept, not for what is left in the second row.
+    # Beside its reservation there is room for the two cached chunks, not for what is left in the second row.
     admit(ledger, make_group([50], max_tokens=31, order=2))
     assert operations(ledger) == (KVFree(1),)
     assert ledger.num_cached_bytes == 2 * CHUNK
@@ -188,7 +186,7 @@ def test_ledger_a_shorter_owner_keeps_the_memory_under_what_it_may_write() -> No
     assert operations(ledger) == (KVFree(0, 3),)
 
 
-def test_ledger_what_follows_a_piece_that_was_found_is_kept_below_it() -> None:
+def test_ledger_caches_what_follows_a_hit_below_it() -> None:
     ledger = make_ledger()
     prompts = ([*range(10)], [0, 1, 2, 3, 60, 61, 62, 63, 64])
     for order, prompt in enumerate(prompts):
@@ -199,7 +197,7 @@ def test_ledger_what_follows_a_piece_that_was_found_is_kept_below_it() -> None:
         assert ledger.num_cached_tokens(make_group(prompt, order=order)) == 2 * CHUNK
 
 
-def test_ledger_a_chunk_is_not_kept_without_those_before_it() -> None:
+def test_ledger_caches_no_chunk_without_its_predecessors() -> None:
     ledger = make_ledger(18 + 10)
     long, short = make_group([*range(10)], order=0), make_group([50, 51], order=1)
     for group in (long, short):

@@ -75,7 +75,7 @@ def test_slots_a_replaced_owner_leaves_its_row_to_the_next() -> None:
 
 @given(st.lists(st.one_of(st.none(), st.integers(0, 7)), max_size=60))
 def test_slots_contents_that_follow_the_moves_stay_with_their_owner(actions: list[int | None]) -> None:
-    """None appends, a number removes that slot; `contents` is what a buffer would hold, moved only as told."""
+    """None appends, a number removes that slot; `contents` is a buffer that only the returned moves change."""
     table: SlotTable[int] = SlotTable(8)
     contents: dict[int, int] = {}
     for owner, slot in enumerate(actions):
