@@ -1,4 +1,4 @@
-"""Deadlines over real gRPC on fake models: which one counts, who is refused for it, and who takes what there is."""
+"""Deadlines over real gRPC on fake models: which one counts, refusals, and `partial_on_deadline`."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ async def test_earlier_of_both_deadlines_counts(
     assert (engine.requests[2].deadline is None) == (call_timeout is None)
 
 
-def foretell(server: Running, monkeypatch: pytest.MonkeyPatch, forecast: Callable[[GenerationRequest], Any]) -> None:
+def predict(server: Running, monkeypatch: pytest.MonkeyPatch, forecast: Callable[[GenerationRequest], Any]) -> None:
     forecaster = server.app._engine._lanes[MODEL].forecaster
     for name in ("forecast", "forecast_alone"):
         monkeypatch.setattr(forecaster, name, lambda one, cached_tokens=0: forecast(one))
@@ -87,7 +87,7 @@ async def test_unreachable_deadline_is_refused_at_once_with_numbers_and_a_retry_
     engine = ScriptedEngine(at_once)
     forecast = Forecast(queue_seconds=70.0, prefill_seconds=prefill, decode_seconds=1.0)
     async with running(engines={MODEL: engine}, trust=True) as server:
-        foretell(server, monkeypatch, lambda _: forecast)
+        predict(server, monkeypatch, lambda _: forecast)
         began = time.monotonic()
         request = generate_request(timeout_seconds=100.0, max_tokens=4, ignore_eos=True)
         unary = await status_of(server.generation.Generate(request))
@@ -121,7 +121,7 @@ async def test_unreachable_deadline_is_refused_at_once_with_numbers_and_a_retry_
 async def test_deadlines_only_cancel_where_admission_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     forecast = Forecast(queue_seconds=1e6, prefill_seconds=0.0, decode_seconds=0.0)
     async with running(engines={MODEL: ScriptedEngine(at_once)}, trust=True, admission=Admission.OFF) as server:
-        foretell(server, monkeypatch, lambda _: forecast)
+        predict(server, monkeypatch, lambda _: forecast)
         assert kinds(await read(server.stream(timeout_seconds=100.0)))[-1] == "summary"
 
 
@@ -140,7 +140,7 @@ async def test_waiting_request_that_can_no_longer_meet_its_deadline_leaves_the_q
             needed = one.deadline - time.monotonic() - on_the_way - 5 * MINUTE
             return Forecast(queue_seconds=0.0, prefill_seconds=needed, decode_seconds=0.0)
 
-        foretell(server, monkeypatch, forecast)
+        predict(server, monkeypatch, forecast)
         with gate.closed():
             ahead = [await read_accepted(server.stream()) for _ in range(SLOTS)]
             late = await read_accepted(server.stream(timeout_seconds=HOUR))

@@ -125,7 +125,7 @@ def test_memory_is_allocated_once() -> None:
             recorder.step_done("one", output, number + 0.5)
             recorder.request_ended("one", f"{number:032x}", ended, 4)
 
-    # The interpreter keeps up to 2000 tuples of a length that were let go of, for those to come: fewer than are added.
+    # Fills the free list of tuples: the interpreter keeps up to 2000 of a length.
     fill(recorder_of(("one",), num_kept))
     tracemalloc.start()
     try:

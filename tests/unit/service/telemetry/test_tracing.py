@@ -140,7 +140,7 @@ async def test_slow_export_is_aborted_at_the_end() -> None:
 async def test_export_that_is_done_in_time_is_left_alone() -> None:
     done: list[str] = []
     exports = [lambda: done.append("spans"), lambda: done.append("metrics")]
-    tracer = OtelTracer(NoOpTracerProvider(), NoOpMeterProvider(), exports, [lambda: done.append("given up")])
+    tracer = OtelTracer(NoOpTracerProvider(), NoOpMeterProvider(), exports, [lambda: done.append("aborted")])
     await tracer.close(30.0)
     assert sorted(done) == ["metrics", "spans"]
 
