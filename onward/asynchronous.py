@@ -62,7 +62,7 @@ class AsyncClient(Methods):
 class AsyncStream(StreamState, AsyncIterator[Chunk]):
     """A generation in progress: an asynchronous iterator of chunks, with the attributes of `StreamFacts`.
 
-    Leaving its `async with` block, `aclose`, cancelling the task that reads it, or dropping the last reference to it
+    Leaving its `async with` block, `aclose`, canceling the task that reads it, or dropping the last reference to it
     (as leaving an `async for` loop over an unnamed stream does) cancels the call. The server then frees what it held at
     the model's next step.
 
@@ -120,7 +120,7 @@ class AsyncStream(StreamState, AsyncIterator[Chunk]):
             except asyncio.CancelledError:
                 was_closed = self._was_closed()
                 self._is_over = True
-                # gRPC raises this as well when the stream was closed and the task was not cancelled.
+                # gRPC raises this as well when the stream was closed and the task was not canceled.
                 task = asyncio.current_task()
                 if not was_closed or task is None or task.cancelling():
                     raise

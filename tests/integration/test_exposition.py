@@ -61,7 +61,7 @@ def test_scrape_is_plain_text_whatever_the_scraper_would_rather_have(connection:
 def test_client_that_asks_byte_by_byte_is_cut_off(
     registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(exposition, "_MAX_SECONDS", 1.0)
+    monkeypatch.setattr(exposition, "_MAX_SECONDS", 0.3)
     with exposing(metrics_app(registry), "127.0.0.1", 0) as port:
         with socket.create_connection(("127.0.0.1", port), timeout=30) as slow:
             slow.settimeout(0.05)
@@ -310,7 +310,7 @@ async def test_clients_cannot_make_series() -> None:
 
         await send(0)
         before = series(server.registry)
-        for number in range(1, 30):
+        for number in range(1, 10):
             await send(number)
         assert series(server.registry) == before
     allowed = {

@@ -1,4 +1,4 @@
-"""`Cost` and `Estimate` over real gRPC on fake models: what they count, what they foretell, what they leave alone."""
+"""`Cost` and `Estimate` over real gRPC on fake models: counts, predictions, refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Deadlines over real gRPC on fake models: which one counts, who is refused for it, and who takes what there is."""
+"""Deadlines over real gRPC on fake models: which one counts, refusals, and `partial_on_deadline`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Explain` over real gRPC on fake models and a fake graph: who waits, what is refused, what streams feel of it."""
+"""`Explain` over real gRPC on fake models and a fake graph: answers, refusals, the queue, and streams beside it."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ async def test_metadata_is_limited_before_a_client_has_acknowledged_the_limit() 
 
 
 async def test_a_connection_that_never_acknowledges_the_limits_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport_server, "_MAX_ACKNOWLEDGE_SECONDS", 1.0)
+    monkeypatch.setattr(transport_server, "_MAX_ACKNOWLEDGE_SECONDS", 0.2)
     async with running() as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.endpoint.port)
         writer.write(BEGIN)

@@ -19,8 +19,7 @@ from model.spec.chat import Chat, ChatSettings
 from model.spec.tokenizer import LOSSY_TOKEN_BYTES, Tokenizer
 from onward.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from onward.v1 import generation_pb2 as pb
-from service import app
-from service.process.text_pool import LONG_BYTES
+from service.process.text_pool import TextPool
 from service.repository.models import ServedModel
 from tests.fakes import BOS, CONTEXT, FakeRunner, spell
 from tests.identities import by, keys_file
@@ -75,18 +74,19 @@ def chat(*contents: str) -> dict[str, Any]:
     return {"text": None, "chat": pb.Chat(messages=messages)}
 
 
-def calls(server: Running, text: str) -> dict[str, Any]:
+def calls(server: Running, text: str, **options: Any) -> dict[str, Any]:
     """Every way to have a text tokenized for a model's context."""
     generation = server.generation
+    chats = [generate_request(**chat("a", text)), generate_request(**chat(*[text[: len(text) // 4]] * 4))]
     return {
-        "prompt.text": generation.Generate(generate_request(text)),
-        "prompt.text ": generation.GenerateStream(stream_request(text)),
-        "prompt.text  ": generation.Estimate(pb.EstimateRequest(request=generate_request(text))),
-        "prompt.text   ": generation.Score(pb.ScoreRequest(text=text, target_text="a")),
-        "target.target_text": generation.Score(pb.ScoreRequest(text="a", target_text=text)),
-        "prompt.chat.messages": generation.Generate(generate_request(**chat("a", text))),
-        "prompt.chat.messages ": generation.Generate(generate_request(**chat(*[text[: len(text) // 4]] * 4))),
-        "text_input": GRPCInferenceServiceStub(server.channel).ModelInfer(infer_request(text)),
+        "prompt.text": generation.Generate(generate_request(text), **options),
+        "prompt.text ": generation.GenerateStream(stream_request(text), **options),
+        "prompt.text  ": generation.Estimate(pb.EstimateRequest(request=generate_request(text)), **options),
+        "prompt.text   ": generation.Score(pb.ScoreRequest(text=text, target_text="a"), **options),
+        "target.target_text": generation.Score(pb.ScoreRequest(text="a", target_text=text), **options),
+        "prompt.chat.messages": generation.Generate(chats[0], **options),
+        "prompt.chat.messages ": generation.Generate(chats[1], **options),
+        "text_input": GRPCInferenceServiceStub(server.channel).ModelInfer(infer_request(text), **options),
     }
 
 
@@ -152,34 +152,26 @@ async def test_estimates_hold_places_while_they_are_tokenized() -> None:
         assert server.ended() == {"overloaded": 1, "length": 1}
 
 
-@pytest.mark.parametrize("method", ["Tokenize", "Estimate"])
-async def test_keys_take_turns_at_the_tokenizer_however_much_one_of_them_sends(
-    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(app, "_TOKENIZER_THREADS", 1)
-    model, tokenizer = watched_model(context=LONG_BYTES)
+async def test_texts_of_every_method_wait_for_their_keys_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How tenants take turns is tests/unit/service/process/test_text_pool.py's."""
+    tenants: list[str] = []
+    run = TextPool.run
 
-    def ask(key: str, num_bytes: int) -> Any:
-        text = "a" * num_bytes
-        if method == "Tokenize":
-            return server.generation.Tokenize(pb.TokenizeRequest(text=text), **by(key))
-        return server.generation.Estimate(pb.EstimateRequest(request=generate_request(text, max_tokens=1)), **by(key))
+    async def noted(pool: TextPool, tenant: str, *work: Any) -> Any:
+        tenants.append(tenant)
+        return await run(pool, tenant, *work)
 
-    async with running([model], api_keys=keys_file(tmp_path, a="", b="")) as server:
-        tokenizer.sizes.clear()
-        tokenizer.goes_on.clear()
-        pool = server.app._texts if method == "Tokenize" else server.app._prompts
-        sizes = [LONG_BYTES - 10 - number for number in range(5)]
-        calls = [ask("a", sizes[0])]
-        await eventually(lambda: len(tokenizer.sizes) == 1)
-        for number, size in enumerate(sizes[1:], 1):
-            calls.append(ask("a", size))
-            await eventually(lambda count=number: len(pool._short._waiting.get("a", ())) == count)
-        calls.append(ask("b", 5))
-        await eventually(lambda: "b" in pool._short._waiting)
-        tokenizer.goes_on.set()
-        await asyncio.gather(*calls)
-    assert tokenizer.sizes == [sizes[0], sizes[1], 5, *sizes[2:]]
+    monkeypatch.setattr(TextPool, "run", noted)
+    model, _ = watched_model()
+    async with running([model], api_keys=keys_file(tmp_path, a="")) as server:
+        asked = calls(server, "abcd", **by("a"))
+        for call in asked.values():
+            await (read(call) if isinstance(call, grpc.aio.UnaryStreamCall) else call)
+        assert len(tenants) >= len(asked)
+        before = len(tenants)
+        await server.generation.Tokenize(pb.TokenizeRequest(text="ab"), **by("a"))
+        assert len(tenants) == before + 1
+    assert set(tenants) == {"a"}
 
 
 class PanickingIn:

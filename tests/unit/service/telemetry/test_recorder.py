@@ -126,7 +126,7 @@ def test_memory_is_allocated_once() -> None:
             recorder["one"].step_done(output, number + 0.5)
             recorder["one"].request_ended(f"{number:032x}", ended, 4)
 
-    # The interpreter keeps up to 2000 tuples of a length that were let go of, for those to come: fewer than are added.
+    # Fills the free list of tuples: the interpreter keeps up to 2000 of a length.
     fill(recorders(("one",), num_kept))
     tracemalloc.start()
     try:

@@ -54,6 +54,17 @@ def exporting() -> tuple[TracerProvider, InMemorySpanExporter]:
     return tracers, exporter
 
 
+def ended(outcome: str) -> RequestRecord:
+    return RequestRecord(
+        outcome=outcome,
+        timings=RequestTimings(arrival_time=2.25, scheduled_time=2.5, first_token_time=3.0, finished_time=8.0),
+        num_prompt_tokens=1,
+        num_generated_tokens=4,
+        num_longest_tokens=4,
+        seconds_per_token=None,
+    )
+
+
 def context(peer: str) -> SimpleNamespace:
     """A call's, as gRPC gives it."""
     return SimpleNamespace(invocation_metadata=lambda: None, peer=lambda: peer)
@@ -70,15 +81,7 @@ def test_engines_times_are_put_on_the_wall_clock_by_the_offset_of_the_calls_begi
     monkeypatch.setattr(
         "service.telemetry.otel.time", SimpleNamespace(time_ns=walls.__next__, monotonic_ns=ticks.__next__)
     )
-    timings = RequestTimings(arrival_time=2.25, scheduled_time=2.5, first_token_time=3.0, finished_time=8.0)
-    record = RequestRecord(
-        outcome="length",
-        timings=timings,
-        num_prompt_tokens=1,
-        num_generated_tokens=4,
-        num_longest_tokens=4,
-        seconds_per_token=None,
-    )
+    record = ended("length")
     call = tracer.call("s/M", context("ipv4:127.0.0.1:5"), has_many=False)
     asked = tracer.request("fake")
     asked.submitted(request())
@@ -140,7 +143,7 @@ async def test_slow_export_is_aborted_at_the_end() -> None:
 async def test_export_that_is_done_in_time_is_left_alone() -> None:
     done: list[str] = []
     exports = [lambda: done.append("spans"), lambda: done.append("metrics")]
-    tracer = OtelTracer(NoOpTracerProvider(), NoOpMeterProvider(), exports, [lambda: done.append("given up")])
+    tracer = OtelTracer(NoOpTracerProvider(), NoOpMeterProvider(), exports, [lambda: done.append("aborted")])
     await tracer.close(30.0)
     assert sorted(done) == ["metrics", "spans"]
 
@@ -149,3 +152,17 @@ def test_request_that_no_call_asked_for_is_not_traced() -> None:
     tracer = OtelTracer(NoOpTracerProvider(), NoOpMeterProvider())
     trace = contextvars.Context().run(tracer.request, "fake")
     assert isinstance(trace, NoTracer)
+
+
+def test_only_an_engine_failure_is_an_error_of_the_span_of_one_request_of_many() -> None:
+    tracers, exporter = exporting()
+    tracer = OtelTracer(tracers, NoOpMeterProvider())
+    tracer.call("s/M", context(""), has_many=True)
+    for outcome in ("engine_failed", "cancelled", "length"):
+        trace = tracer.request("fake")
+        trace.submitted(request())
+        trace.ended(ended(outcome), 0, ())
+    spans = [span for span in exporter.get_finished_spans() if span.name == "text_completion fake"]
+    assert [span.status.status_code is StatusCode.ERROR for span in spans] == [True, False, False]
+    types = [(span.attributes or {}).get("error.type") for span in spans]
+    assert types == ["engine_failed", "cancelled", None]
