@@ -38,9 +38,8 @@ class ParityReport:
     """How an artifact's graphs compare with PyTorch in float32: parity.json.
 
     The tolerance is that of the precision (`model.spec.golden.tolerance_of`); each case has its value for it.
-    `attention` compares an explain graph's weights; it is empty without one. The other cases reach `proven_context` of
-    the decoder's `context` positions and `proven_source_context` of the encoder's `source_context`, both 0 without an
-    encoder.
+    `attention` compares an explain graph's weights, if there is one. The other cases reach `proven_context` of the
+    decoder's `context` positions and `proven_source_context` of the encoder's `source_context`, 0 without an encoder.
     """
 
     provider: str

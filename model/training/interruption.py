@@ -38,7 +38,7 @@ class Interruption:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._put_back()
+        self._restore()
 
     def is_requested(self) -> bool:
         """Whether a signal has arrived."""
@@ -58,11 +58,11 @@ class Interruption:
         del frame
         self.number = signal.Signals(number)
         # The second signal reaches the original handlers, which end the process.
-        self._put_back()
+        self._restore()
         if self._ends_at_once:
             raise Interrupted(self.number)
 
-    def _put_back(self) -> None:
+    def _restore(self) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous = {}

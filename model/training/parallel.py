@@ -150,24 +150,24 @@ class Parallel:
 
         self.together(compare)
 
-    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def full_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Unsharded tensors in the first process, none in the others; assembled one by one on the CPU."""
-        whole = {}
+        full = {}
         for name, tensor in tensors.items():
             value = tensor.detach()
             if self.shards:
-                value = _sharding().assemble(value).cpu()
+                value = _sharding().full_tensor(value).cpu()
             if self.is_first:
-                whole[name] = value
-        return whole
+                full[name] = value
+        return full
 
-    def cut_like(self, whole: Tensor, like: Tensor) -> Tensor:
+    def shard_like(self, full: Tensor, like: Tensor) -> Tensor:
         """This process's shard of a tensor that every process has whole, sharded like `like`."""
-        return _sharding().cut_like(whole, like) if self.shards else whole
+        return _sharding().shard_like(full, like) if self.shards else full
 
     def number(self, scalar: Tensor) -> float:
         """The value of a scalar tensor, which may be sharded."""
-        return float(_sharding().assemble(scalar) if self.shards else scalar)
+        return float(_sharding().full_tensor(scalar) if self.shards else scalar)
 
     def _gather(self, message: str | None) -> list[str | None]:
         messages: list[str | None] = [None] * self.world_size

@@ -21,7 +21,7 @@ from model.training.config import TrainPrecision
 _LOGGER = logging.getLogger(__name__)
 
 _DTYPES = {TrainPrecision.BF16: torch.bfloat16, TrainPrecision.FP16: torch.float16}
-_TRIAL = """
+_PROBE = """
 import torch
 with torch.autocast("cpu", torch.bfloat16):
     torch.nn.Linear(64, 64)(torch.ones(8, 64))
@@ -48,7 +48,7 @@ def avoid_broken_amx() -> None:
     """
     if not torch.cpu.get_capabilities().get("amx_bf16", False):
         return
-    if subprocess.run([sys.executable, "-c", _TRIAL], check=False).returncode == -signal.SIGILL:  # noqa: S603 (ourselves)
+    if subprocess.run([sys.executable, "-c", _PROBE], check=False).returncode == -signal.SIGILL:  # noqa: S603 (ourselves)
         _LOGGER.warning("AMX is announced and does not work here: bfloat16 is computed by AVX-512")
         os.putenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # where oneDNN reads it
 

@@ -142,7 +142,7 @@ def describe_differences(now: Mapping[str, Any], before: Mapping[str, Any]) -> l
 def _load_weights(loop: Loop, file: Any) -> None:
     with torch.no_grad():
         for name, parameter in loop.model.named_parameters():
-            parameter.copy_(loop.parallel.cut_like(file.get_tensor(f"model.{name}"), parameter))
+            parameter.copy_(loop.parallel.shard_like(file.get_tensor(f"model.{name}"), parameter))
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, prefix: str, file: Any, parallel: Parallel) -> None:
@@ -151,7 +151,7 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, prefix: str, file: Any, pa
     for name in file.keys():  # noqa: SIM118 — not a mapping
         if name.startswith(prefix):
             index, key = name.removeprefix(prefix).split(".", 1)
-            state.setdefault(int(index), {})[key] = parallel.cut_like(file.get_tensor(name), parameters[int(index)])
+            state.setdefault(int(index), {})[key] = parallel.shard_like(file.get_tensor(name), parameters[int(index)])
     # The groups come from the configuration; learning rates are set at every step.
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 

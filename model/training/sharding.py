@@ -11,9 +11,9 @@ from model.nn.layers import DecoderLayer, EncoderLayer
 from model.nn.transformer import EncoderDecoder
 
 
-def shard(model: nn.Module, device_type: str, num_pieces: int) -> None:
+def shard(model: nn.Module, device_type: str, num_shards: int) -> None:
     """Shards a model's parameters in place, per layer and the rest together, and moves them to the device."""
-    mesh = init_device_mesh(device_type, (num_pieces,))
+    mesh = init_device_mesh(device_type, (num_shards,))
     for layer in [module for module in model.modules() if isinstance(module, EncoderLayer | DecoderLayer)]:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -29,14 +29,14 @@ def reshard(model: nn.Module) -> None:
         model.reshard()
 
 
-def assemble(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """The unsharded tensor, a collective call; other tensors are returned unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def cut_like(whole: Tensor, like: Tensor) -> Tensor:
+def shard_like(full: Tensor, like: Tensor) -> Tensor:
     """This process's shard of a tensor that every process has whole, if `like` is a shard of that shape."""
-    if isinstance(like, DTensor) and whole.shape == like.shape:
+    if isinstance(like, DTensor) and full.shape == like.shape:
         # Without a source rank nothing is sent.
-        return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
-    return whole
+        return distribute_tensor(full.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+    return full

@@ -249,7 +249,7 @@ class _Run:
         if saves or (improved and self._config.checkpoint_every):
             self._save(best=improved)
         elif improved:
-            self._write_best(self._whole_weights())
+            self._write_best(self._full_weights())
 
     def _log(self) -> None:
         """Adds a point of the curve over the steps since the last one, if there are any."""
@@ -296,8 +296,8 @@ class _Run:
 
     def _save(self, *, best: bool) -> None:
         """Writes the checkpoint and the resume state, and the best checkpoint if it is one; a collective call."""
-        weights = self._whole_weights()
-        optimizer_state = self._parallel.whole(resume.optimizer_tensors(self._loop.optimizers))
+        weights = self._full_weights()
+        optimizer_state = self._parallel.full_tensors(resume.optimizer_tensors(self._loop.optimizers))
         scaler = self._loop.scaler
         self.state = replace(
             self.state, meter=asdict(self._meter), scaler=None if scaler is None else scaler.state_dict()
@@ -316,8 +316,8 @@ class _Run:
     def _write_best(self, weights: dict[str, torch.Tensor]) -> None:
         self._parallel.on_first(lambda: self._folder.write_best(weights, self._manifest()))
 
-    def _whole_weights(self) -> dict[str, torch.Tensor]:
-        return self._parallel.whole(dict(self._model.named_parameters()))
+    def _full_weights(self) -> dict[str, torch.Tensor]:
+        return self._parallel.full_tensors(dict(self._model.named_parameters()))
 
     def describe_saved(self) -> str:
         """Which step a run that failed can be resumed from."""

@@ -25,7 +25,7 @@ from model.spec.config import Architecture
 from model.training.loop import Loop, TrainingError, Update
 from model.training.parallel import Parallel, ParallelError, start
 from model.training.presets import Recipe
-from model.training.sharding import assemble
+from model.training.sharding import full_tensor
 from model.training.trainer import Terminated, train
 from tests.training_runs import FAMILIES, FakeTask, Quiet, make_batches, make_recipe
 
@@ -90,7 +90,7 @@ def compare(family: Architecture, parallel: Parallel) -> dict[str, Any]:
         "alone": [update.loss for update in updates_alone],
         "num_targets": [update.num_targets for update in updates],
         "num_targets_alone": [update.num_targets for update in updates_alone],
-        "largest_difference": max((assemble(mine.detach()) - other).abs().max().item() for mine, other in pairs),
+        "largest_difference": max((full_tensor(mine.detach()) - other).abs().max().item() for mine, other in pairs),
         "local_share": local / sum(other.numel() for _, other in pairs),
     }
 

@@ -212,7 +212,7 @@ def test_amx_whose_first_instruction_ends_a_process_is_not_used(
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "")
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True})
-    monkeypatch.setattr(precision, "_TRIAL", f"import os\n{trial}")
+    monkeypatch.setattr(precision, "_PROBE", f"import os\n{trial}")
     precision.avoid_broken_amx.__wrapped__()
     seen = 'import os; print(os.environ.get("ONEDNN_MAX_CPU_ISA", "unset"))'
     assert subprocess.check_output([sys.executable, "-c", seen], text=True).strip() == isa

@@ -27,7 +27,7 @@ from tests.environment import ROOT
 from tests.training_runs import FakeTask, PowerCut, Quiet, assert_same_bits, cut_power, make_recipe, run, write_recipe
 
 
-@pytest.mark.parametrize(("architecture", "optimizer"), list(zip(Architecture, OptimizerName, strict=True)))
+@pytest.mark.parametrize(("architecture", "optimizer"), [*zip(Architecture, OptimizerName, strict=True)])
 def test_an_interrupted_run_resumes_to_the_same_bits(
     architecture: Architecture, optimizer: OptimizerName, tmp_path: Path
 ) -> None:

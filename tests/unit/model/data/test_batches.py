@@ -93,16 +93,6 @@ def test_a_stream_of_exactly_one_window_is_enough_and_less_is_refused() -> None:
         Windows(np.arange(16), 16, 16, seed=0)
 
 
-def test_a_batch_holds_a_window_even_where_it_exceeds_the_bound() -> None:
-    assert Windows(STREAM, 64, 10, seed=0).batch(0).input_ids.shape == (1, 64)
-
-
-def test_a_batch_larger_than_the_stream_holds_each_window_once() -> None:
-    windows = Windows(STREAM, 100, 10_000, seed=0)
-    assert windows.batches_per_pass == 1
-    assert windows.batch(0).input_ids.shape == (9, 100)
-
-
 def test_padding_stands_on_the_right_and_predicts_nothing() -> None:
     batch = pad([Pair([5, 6, EOS_ID], [7]), Pair([5, EOS_ID], [8, 9, 8])])
     assert batch.source_ids is not None
@@ -167,10 +157,6 @@ def test_padding_keeps_to_the_models_limits() -> None:
     batch = LengthBuckets([Pair([5] * 9, [6] * 9)] * 3, 100, seed=0, limits=(9, 10)).batch(0)
     assert batch.source_ids is not None
     assert (batch.source_ids.shape[1], batch.input_ids.shape[1]) == (9, 10)
-
-
-def test_a_pair_longer_than_the_bound_is_a_batch_by_itself() -> None:
-    assert LengthBuckets([Pair([5] * 50, [6] * 50)], 10, seed=0).batch(0).input_ids.shape == (1, 52)
 
 
 def test_no_pairs_are_refused() -> None:

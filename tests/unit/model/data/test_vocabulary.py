@@ -76,22 +76,16 @@ def test_two_tokenizers_are_each_made_from_their_own_side() -> None:
     assert made.target.decode(made.target.encode_plain("ß")) == "ß"
 
 
-def test_two_tokenizers_have_a_size_each() -> None:
-    made = vocabulary.for_pairs(data(shared_tokenizer=False), model(source_vocab_size=270), ENGLISH, GERMAN)
+def test_two_tokenizers_have_a_size_each_and_a_shared_one_has_one() -> None:
+    apart = data(shared_tokenizer=False)
+    made = vocabulary.for_pairs(apart, model(source_vocab_size=270), ENGLISH, GERMAN)
     assert (made.source.vocab_size, made.target.vocab_size) == (270, 300)
-
-
-def test_a_shared_tokenizer_has_one_size() -> None:
     assert refusal(data(), model(source_vocab_size=270)) == (
         "source_vocab_size is 270 and vocab_size 300: a shared tokenizer has one vocabulary "
         "(shared_tokenizer=false makes two)"
     )
-
-
-def test_a_vocabulary_too_small_is_named_by_its_field() -> None:
-    config = data(shared_tokenizer=False)
-    assert refusal(config, model(source_vocab_size=200)).startswith("source_vocab_size is 200, byte-level tokens need")
-    assert refusal(config, model(vocab_size=200, source_vocab_size=300)).startswith("vocab_size is 200, byte-level")
+    assert refusal(apart, model(source_vocab_size=200)).startswith("source_vocab_size is 200, byte-level tokens need")
+    assert refusal(apart, model(vocab_size=200, source_vocab_size=300)).startswith("vocab_size is 200, byte-level")
 
 
 def test_more_characters_than_fit_are_refused_with_the_share_that_is_unknown() -> None:

@@ -220,26 +220,51 @@ def test_folder_with_one_thing_wrong_is_refused_by_its_name(tmp_path: Path, said
     assert any(said in problem for problem in problems), problems
 
 
-def test_layers_that_are_no_names_are_refused(tmp_path: Path) -> None:
-    kinds = [["sliding_attention"], {}]
-    names = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}
-    folder = write_folder(tmp_path / "folder", layer_types=kinds, **names)
-    assert any("layer_types is [['sliding_attention'], {}], must be a list of" in each for each in problems_of(folder))
-
-
-def test_a_model_that_nothing_ends_is_refused(tmp_path: Path) -> None:
-    folder = write_folder(
-        tmp_path / "folder", model_type="qwen2", architectures=["Qwen2ForCausalLM"], eos_token_id=None
-    )
-    (folder / "generation_config.json").unlink()
-    assert any("no token ends an output" in problem for problem in problems_of(folder))
-
-
-def test_a_shard_that_is_missing_is_told_once_and_not_for_each_of_its_tensors(tmp_path: Path) -> None:
+def test_a_missing_shard_is_reported_once_and_not_for_each_of_its_tensors(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "folder", sharded=True)
     (folder / SHARDS[1]).unlink()
     (problem,) = problems_of(folder)
-    assert problem.startswith(f"{SHARDS[1]} is missing, model.safetensors.index.json puts")
+    assert problem.startswith(f"{SHARDS[1]} is missing, {INDEX} puts")
+
+
+QWEN2: dict[str, Any] = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+
+
+def test_qwen2_is_refused_without_an_end_and_with_layers_that_are_no_names(tmp_path: Path) -> None:
+    kinds = [["sliding_attention"], {}]
+    folder = write_folder(tmp_path / "folder", layer_types=kinds, use_sliding_window=True, eos_token_id=None, **QWEN2)
+    (folder / "generation_config.json").unlink()
+    problems = problems_of(folder)
+    assert any("layer_types is [['sliding_attention'], {}], must be a list of" in problem for problem in problems)
+    assert any("no token ends an output" in problem for problem in problems)
+
+
+def test_every_problem_is_reported_whatever_else_is_wrong(tmp_path: Path) -> None:
+    def expect(folder: Path, *expected: str, **options: Any) -> None:
+        problems = problems_of(folder, **options)
+        for said in (*expected, "tokenizer.json is missing"):
+            assert any(said in problem for problem in problems), problems
+
+    folder = write_folder(tmp_path / "folder", rope_scaling={"type": "su"})
+    write_json(folder / "generation_config.json", {"eos_token_id": "</s>"})
+    (folder / "tokenizer.json").unlink()
+    (folder / "chat_template.jinja").write_text("{% for message in %}")
+    save_file({"stray": np.zeros(3, "int8")}, folder / "model.safetensors")
+    others = ("chat template: cannot be compiled", "stray is I8, must be F32")
+    expect(folder, "rope_type is 'su'", "eos_token_id is '</s>', must be a token id", *others)
+    (folder / "config.json").write_text('{"model_type": "mamba"}')
+    expect(folder, "model_type is 'mamba'", *others)
+    method = {"quant_method": "awq"}
+    shards = write_folder(tmp_path / "shards", sharded=True, rope_theta=0.5, quantization_config=method)
+    for name in (SHARDS[0], "tokenizer.json"):
+        (shards / name).unlink()
+    expect(shards, "rope_theta is 0.5", "awq", f"{SHARDS[0]} is missing")
+    whole = write_folder(tmp_path / "whole")
+    save_file({"stray": np.zeros(3, "float16")}, whole / "model.safetensors")
+    write_json(whole / "generation_config.json", {"eos_token_id": 999})
+    (whole / "tokenizer.json").unlink()
+    expected = ("unexpected stray", "the weights lack lm_head.weight", "eos_token_id is 999", "context is 65")
+    expect(whole, *expected, context=65)
 
 
 def test_tensors_of_no_use_may_be_of_any_dtype(tmp_path: Path) -> None:
@@ -252,62 +277,27 @@ def test_tensors_of_no_use_may_be_of_any_dtype(tmp_path: Path) -> None:
     )
 
 
-def test_what_is_wrong_with_a_configuration_hides_nothing_else(tmp_path: Path) -> None:
-    folder = write_folder(tmp_path / "folder", rope_scaling={"type": "su"})
-    write_json(folder / "generation_config.json", {"eos_token_id": "</s>"})
-    (folder / "tokenizer.json").unlink()
-    (folder / "chat_template.jinja").write_text("{% for message in %}")
-    save_file({"stray": np.zeros(3, "int8")}, folder / "model.safetensors")
-    problems = problems_of(folder)
-    for said in (
-        "rope_type is 'su'",
-        "eos_token_id is '</s>', must be a token id",
-        "tokenizer.json is missing",
-        "chat template: cannot be compiled",
-        "stray is I8, must be F32",
-    ):
-        assert any(said in problem for problem in problems), problems
-    (folder / "config.json").write_text('{"model_type": "mamba"}')
-    problems = problems_of(folder)
-    for said in ("model_type is 'mamba'", "tokenizer.json is missing", "cannot be compiled", "stray is I8"):
-        assert any(said in problem for problem in problems), problems
-
-
-def test_everything_wrong_is_listed_at_once(tmp_path: Path) -> None:
-    folder = write_folder(
-        tmp_path / "folder", sharded=True, rope_theta=0.5, quantization_config={"quant_method": "awq"}
-    )
-    (folder / SHARDS[0]).unlink()
-    (folder / "tokenizer.json").unlink()
-    problems = problems_of(folder)
-    for said in ("rope_theta is 0.5", "awq", f"{SHARDS[0]} is missing", "tokenizer.json is missing"):
-        assert any(said in problem for problem in problems), problems
-    healed = write_folder(tmp_path / "healed")
-    save_file({"stray": np.zeros(3, "float16")}, healed / "model.safetensors")
-    write_json(healed / "generation_config.json", {"eos_token_id": 999})
-    (healed / "tokenizer.json").unlink()
-    problems = problems_of(healed, context=65)
-    for said in (
-        "unexpected stray",
-        "the weights lack lm_head.weight",
-        "eos_token_id is 999",
-        "tokenizer.json is missing",
-        "context is 65",
-    ):
-        assert any(said in problem for problem in problems), problems
-
-
 def rope_of(tmp_path: Path, **changes: Any) -> ModelConfig:
     return plan(write_folder(tmp_path / "rope", **changes)).config
 
 
-def test_rope_theta_is_read_from_either_place(tmp_path: Path) -> None:
-    assert rope_of(tmp_path, rope_theta=700.0).rope_theta == 700.0
-    assert rope_of(tmp_path, rope_theta=None).rope_theta == 10000.0
-    nested = {"rope_type": "default", "rope_theta": 800.0}
-    assert rope_of(tmp_path, rope_theta=None, rope_parameters=nested).rope_theta == 800.0
-    assert rope_of(tmp_path, rope_theta=700.0, rope_parameters=nested).rope_theta == 800.0
-    assert rope_of(tmp_path, rope_theta=700.0, rope_scaling={"type": "linear", "factor": 4}).rope_theta == 700.0
+NESTED = {"rope_type": "default", "rope_theta": 800.0}
+
+
+@pytest.mark.parametrize(
+    ("theta", "fields", "expected"),
+    [
+        (700.0, {}, 700.0),
+        (None, {}, 10000.0),
+        (None, {"rope_parameters": NESTED}, 800.0),
+        (700.0, {"rope_parameters": NESTED}, 800.0),
+        (700.0, {"rope_scaling": {"type": "linear", "factor": 4}}, 700.0),
+    ],
+)
+def test_rope_theta_is_read_from_either_place(
+    tmp_path: Path, theta: float | None, fields: dict[str, Any], expected: float
+) -> None:
+    assert rope_of(tmp_path, rope_theta=theta, **fields).rope_theta == expected
 
 
 @pytest.mark.parametrize("place", ["rope_parameters", "rope_scaling"])
@@ -347,12 +337,11 @@ def test_dynamic_scaling_ends_the_context_where_it_would_begin(tmp_path: Path) -
 
 
 def planned_qwen(tmp_path: Path, **changes: Any) -> Plan:
-    names = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
     tensors = llama_tensors()
     for index in range(2):
         for part, width in (("q", 48), ("k", 16), ("v", 16)):
             tensors[f"model.layers.{index}.self_attn.{part}_proj.bias"] = np.zeros(width, "float32")
-    return plan(write_folder(tmp_path / "qwen", tensors=tensors, **names, **changes))
+    return plan(write_folder(tmp_path / "qwen", tensors=tensors, **QWEN2, **changes))
 
 
 def test_upper_layers_have_windows_only_if_they_are_used(tmp_path: Path) -> None:
@@ -386,17 +375,11 @@ def test_null_says_what_absence_does_not(tmp_path: Path) -> None:
     assert plan(with_null(folder, "num_key_value_heads")).config.num_kv_heads == 3
 
 
-_PATIENCE = {False: 0.0, True: 1.0, "never": 1000.0}
-
-
-@pytest.mark.parametrize(
-    ("said", "patience"),
-    [({}, 0.0), *(({"early_stopping": said}, patience) for said, patience in _PATIENCE.items())],
-)
-def test_a_folder_says_when_beam_searches_end(tmp_path: Path, said: dict[str, Any], patience: float) -> None:
+def test_a_folder_says_when_beam_searches_end(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "folder")
-    write_json(folder / "generation_config.json", {**GENERATION, **said})
-    assert GenerationSettings.from_json(plan(folder).extras[GENERATION_FILE]).rules.patience == patience
+    for said, patience in ((None, 0.0), (False, 0.0), (True, 1.0), ("never", 1000.0)):
+        write_json(folder / "generation_config.json", {**GENERATION, "early_stopping": said})
+        assert GenerationSettings.from_json(plan(folder).extras[GENERATION_FILE]).rules.patience == patience
     write_json(folder / "generation_config.json", {**GENERATION, "early_stopping": "soon"})
     assert problems_of(folder) == ("generation_config.json: early_stopping is 'soon', must be true, false or 'never'",)
 
