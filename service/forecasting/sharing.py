@@ -67,13 +67,7 @@ class CoreUse:
         self._num_requests -= 1
 
     def as_rival(self, weight: float, work_seconds: Callable[[], float], now: float) -> Rival | None:
-        """This model as a request of another one, of weight `weight`, meets it now; None if it was idle for long.
-
-        Args:
-            weight: the other model's.
-            work_seconds: returns the seconds of work that this model has.
-            now: the moment.
-        """
+        """This model as a rival of another one of weight `weight`; None if it was idle for long."""
         self._pass_time(now)
         seconds = work_seconds() if self._num_requests else 0.0
         if seconds <= 0.0 and self._busy_share <= _LEAST_BUSY_SHARE:
