@@ -44,11 +44,7 @@ def stretched(seconds: float, rivals: Collection[Rival]) -> float:
 
 
 class CoreUse:
-    """How many requests a model has, and the share of the recent time in which it had any.
-
-    Args:
-        weight: of the model among those that share the cores.
-    """
+    """How many requests a model has, and the share of the recent time in which it had any."""
 
     def __init__(self, weight: float) -> None:
         self.weight = weight

@@ -54,7 +54,7 @@ _MAX_READ_SECONDS = 3 * MAX_SECONDS
 
 
 class Library:
-    """Loads models from `config.models` into the table, replaces and removes them; `pool` deals out their K/V memory."""
+    """Loads models from `config.models` into the table, replaces and removes them; `pool` deals out the K/V memory."""
 
     def __init__(
         self, config: ServeConfig, engine: AsyncEngine, models: Models, last_run: LastRun, pool: KVPool
