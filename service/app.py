@@ -128,17 +128,9 @@ async def run(app: App, announce: Callable[[Ready], None]) -> int:
 
 
 class App:
-    """One server over loaded models.
+    """One server over loaded models and their engines, which the engine thread owns once the app runs.
 
-    Args:
-        config: the operator's, with the device that computes.
-        models: what is served from the start.
-        engines: an engine for each model, by name; the engine thread owns them once the app runs.
-        registry: of the metrics.
-        last_run: shared by the engines.
-        tracer: receives traces.
-        pool: the K/V memory that the engines were built with; by default as `share_memory` deals it out.
-        make_server: makes what takes the calls, with the arguments of `GrpcServer`.
+    `pool` is the K/V memory that the engines were built with; `make_server` takes the arguments of `GrpcServer`.
     """
 
     def __init__(

@@ -18,13 +18,7 @@ _METRIC = "demand:"
 
 
 def demands(registry: Any, models: Iterable[str], slots: int) -> dict[str, float]:
-    """The demand of each model, by a metric name of its own.
-
-    Args:
-        registry: the replica's `prometheus_client.CollectorRegistry`.
-        models: the served models' names.
-        slots: sequences that run at once, per model.
-    """
+    """The demand of each model of a replica, of so many slots per model, by a metric name of its own."""
 
     def sample(name: str, model: str) -> float:
         return registry.get_sample_value(f"onward_{name}", {"model_name": model}) or 0.0
@@ -37,11 +31,7 @@ def demands(registry: Any, models: Iterable[str], slots: int) -> dict[str, float
 
 
 def needed(reports: Mapping[str, Mapping[Any, float]]) -> int | None:
-    """The number of replicas, at least one; None before the first report.
-
-    Args:
-        reports: of each replica, by the names of `demands`; others are ignored.
-    """
+    """The number of replicas, at least one, from their `demands`; None before the first report."""
     wanted = [sum(each.values()) for name, each in reports.items() if name.startswith(_METRIC)]
     return max(1, math.ceil(max(wanted) / TARGET)) if wanted else None
 

@@ -24,10 +24,8 @@ APPLICATION = "onward"
 def environment(max_message_bytes: int, *, by_key: bool) -> Mapping[str, str]:
     """Ray's variables.
 
-    Args:
-        max_message_bytes: largest message, either way.
-        by_key: whether calls go by their `onward-routing-key`, and in turns without one, or to the replica with the
-            fewest connections and calls.
+    Calls go to the replica with the fewest connections and calls; with `by_key`, by their `onward-routing-key`, and in
+    turns without one.
     """
     by_load = "leastconn"
     keyed = f"hdr({ROUTING_KEY})\n    hash-type consistent\n    hash-balance-factor {BUSIEST}"
@@ -49,12 +47,7 @@ def environment(max_message_bytes: int, *, by_key: bool) -> Mapping[str, str]:
 def start(host: str, port: int, http_port: int, *, has_reflection: bool, address: str | None = None) -> None:
     """Starts Ray Serve, which listens from then on; `environment` must be set before.
 
-    Args:
-        host: where callers come in.
-        port: for gRPC.
-        http_port: of Ray's own status pages.
-        has_reflection: whether clients may ask for the wire contract.
-        address: of a Ray that runs; None starts one on this machine alone.
+    Joins the Ray at `address`; None starts one on this machine alone.
     """
     import ray  # late: only once its variables are set
     from ray import serve

@@ -79,11 +79,7 @@ class DeadlineAdmission:
     ) -> tuple[GenerationRequest, PredictedFinish | None]:
         """Admits a request: returns it with `start_by`, and what was predicted; None while too few steps were seen.
 
-        Args:
-            request: one with a deadline.
-            now: the moment.
-            answer_by: when the last event must leave the engine.
-            is_idle: whether the request would have the model to itself.
+        The last event must leave the engine by `answer_by`; an `is_idle` model would serve the request alone.
 
         Raises:
             DeadlineUnreachable: when its end or, with `partial_on_deadline`, its first token would come later.

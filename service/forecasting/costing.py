@@ -47,13 +47,7 @@ class CostModel:
     def shape(
         self, request: GenerationRequest, cached_tokens: int = 0, generated_tokens: Sequence[int] | None = None
     ) -> RequestShape:
-        """What the request's cost depends on.
-
-        Args:
-            request: one whose lengths fit the model.
-            cached_tokens: tokens of its prompt or source that are cached.
-            generated_tokens: of each row (see `RequestShape`); None is as many as it may have.
-        """
+        """What the request's cost depends on; `generated_tokens` of each row are by default as many as it may have."""
         is_scored = request.scoring is not None
         # The last token of a prompt that is only scored is not computed. The engine refuses an empty prompt.
         prompt = max(1, self._num_given(request) - (0 if request.stopping.max_tokens else 1))

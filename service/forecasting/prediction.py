@@ -189,12 +189,7 @@ class LatencyPredictor:
         self._outstanding.pop(request_id, None)
 
     def predict(self, request: GenerationRequest, cached_tokens: int = 0) -> Prediction | None:
-        """The latency of a request that is handed over now; None while too few steps were seen.
-
-        Args:
-            request: one whose lengths fit the model.
-            cached_tokens: tokens of its prompt or source that are cached.
-        """
+        """The latency of a request that is handed over now; None while too few steps were seen."""
         quote = self._quote(request)
         return self._predict(request, quote, self._queue_seconds(request, quote), cached_tokens)
 
@@ -231,11 +226,7 @@ class LatencyPredictor:
         Its prediction is made as of `quote`, with the tokens that were cached and outputs as long as they may be.
         `relative_error` takes in the error for their true lengths.
 
-        Args:
-            quote: what was known when it was handed over.
-            request: the request.
-            sent: how many tokens each output had.
-            end: its terminal event.
+        `sent` has the number of tokens of each output; `end` is the terminal event.
         """
         timings = end.timings
         if timings is None or timings.scheduled_time is None or timings.first_token_time is None or end.error:

@@ -44,11 +44,7 @@ def stretched(seconds: float, rivals: Collection[Rival]) -> float:
 
 
 class CoreUse:
-    """How many requests a model has, and the share of the recent time in which it had any.
-
-    Args:
-        weight: of the model among those that share the cores.
-    """
+    """How many requests a model has, and the share of the recent time in which it had any."""
 
     def __init__(self, weight: float) -> None:
         self.weight = weight
@@ -67,13 +63,7 @@ class CoreUse:
         self._num_requests -= 1
 
     def as_rival(self, weight: float, work_seconds: Callable[[], float], now: float) -> Rival | None:
-        """This model as a request of another one, of weight `weight`, meets it now; None if it was idle for long.
-
-        Args:
-            weight: the other model's.
-            work_seconds: returns the seconds of work that this model has.
-            now: the moment.
-        """
+        """This model as a rival of another one of weight `weight`; None if it was idle for long."""
         self._pass_time(now)
         seconds = work_seconds() if self._num_requests else 0.0
         if seconds <= 0.0 and self._busy_share <= _LEAST_BUSY_SHARE:

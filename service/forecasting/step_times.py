@@ -202,11 +202,9 @@ class StepTimes:
         self.rates = Rates(self._knots, self._runs.fitted, self._host.fitted)
 
     def learn(self, stats: StepStats, *, is_calibration: bool = False) -> None:
-        """Learns from a step; short ones are gathered until they make milliseconds.
+        """Learns from a step, if it computed anything; short ones are gathered until they make milliseconds.
 
-        Args:
-            stats: the step; ignored if it computed nothing.
-            is_calibration: learns at once, and no pause was before it.
+        One of a calibration teaches at once, and no pause was before it.
         """
         if not stats.num_tokens:
             return

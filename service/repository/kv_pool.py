@@ -83,11 +83,6 @@ class KVPool:
         """By model that was named and is not served, the bytes that are kept for it."""
         return {model: self._planned[model] for model in sorted(self._kept_for - self.parts.keys())}
 
-    @property
-    def num_left(self) -> int | None:
-        """What of the budget is neither taken nor kept; None without a budget."""
-        return None if self._num_bytes is None else self._room("")
-
     def part_of(self, model: str) -> Part | None:
         """The part that a model took last; None if it has none."""
         return next((part for part in reversed(self._parts) if part.model == model), None)

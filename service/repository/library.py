@@ -54,15 +54,7 @@ _MAX_READ_SECONDS = 3 * MAX_SECONDS
 
 
 class Library:
-    """Changes what is served.
-
-    Args:
-        config: the operator's; `models` is the folder that models come from.
-        engine: where they run.
-        models: the table of served models.
-        last_run: shared by the engines of the thread.
-        pool: the K/V memory, with the parts of the models that are served.
-    """
+    """Loads models from `config.models` into the table, replaces and removes them; `pool` deals out the K/V memory."""
 
     def __init__(
         self, config: ServeConfig, engine: AsyncEngine, models: Models, last_run: LastRun, pool: KVPool

@@ -90,10 +90,7 @@ def check_room(manifest: Manifest, config: ServeConfig, kv_bytes: int) -> None:
     Weights count twice: until the engine is proven, a copy of their file lies beside them, which the kernel cannot drop
     as it drops cached files. The memory of a CUDA device was checked when the model took its part.
 
-    Args:
-        manifest: the artifact's.
-        config: sizes.
-        kv_bytes: bytes of the model's K/V beyond those of the engine that it replaces.
+    `kv_bytes` are those of the model's K/V beyond the part of the engine that it replaces.
 
     Raises:
         StartupError: with the bytes that it needs and the bytes that are left.
@@ -142,14 +139,9 @@ def build_engines(
 ) -> dict[str, Engine]:
     """Loads every model's graphs, reserves its K/V and, with speculation, proves that it changes no bits.
 
-    Args:
-        folder: of the artifacts.
-        models: those to be served.
-        config: sizes and threads.
-        last_run: shared by all engines that one thread steps.
-        kv_memory: bytes of each model's K/V; by default as `share_memory` deals them out.
-        is_serving: whether the process serves other models, and must survive files that are truncated meanwhile: a copy
-            of the weights is held until the engines are proven.
+    `last_run` is shared by all engines that one thread steps, `kv_memory` by default as `share_memory` deals it out.
+    With `is_serving` the process serves other models and must survive files that are truncated meanwhile: a copy of the
+    weights is held until the engines are proven.
 
     Raises:
         StartupError: listing all that is wrong with any of them.
@@ -196,9 +188,7 @@ def build_engines(
 def load_model(folder: Path, device: Device = Device.AUTO) -> ServedModel:
     """Reads and checks one artifact, all but its graphs; the folder's name is the model's.
 
-    Args:
-        folder: the model's (`service.repository.devices`).
-        device: computes the model; `AUTO` is the one that its artifact is for.
+    `device` `AUTO` is the one that the artifact is for.
 
     Raises:
         StartupError: listing all that is wrong with it.

@@ -92,12 +92,6 @@ def start_up(config: ServeConfig) -> Started:
 def prepare(config: ServeConfig, model: ServedModel, kv_bytes: int, last_run: LastRun) -> Prepared:
     """Builds and proves the engine of one model, in a process that may serve others.
 
-    Args:
-        config: with the device that computes.
-        model: loaded before.
-        kv_bytes: the part of its K/V.
-        last_run: shared with the engines that one thread steps.
-
     Raises:
         StartupError: when it cannot be built, or golden cases failed.
     """

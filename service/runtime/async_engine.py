@@ -52,7 +52,7 @@ class AsyncEngine(ThreadClient):
 
     Args:
         entries: the table of served models by name; its owner inserts and removes.
-        metrics: where steps and requests are counted.
+        metrics: of steps and requests.
         limits: of each model's places.
         failing: called with a model whose steps fail one after the other.
         num_recorded: steps and requests that each model's recorder keeps.
@@ -107,14 +107,7 @@ class AsyncEngine(ThreadClient):
     # Models.
 
     def open(self, model: str, engine: StepEngine, costs: CostModel, steps: Collection[StepStats] = ()) -> ModelQueue:
-        """Makes the queue of a model that this engine serves from now on, for the model's entry.
-
-        Args:
-            model: its name.
-            engine: given to the engine thread.
-            costs: counts the work of its requests.
-            steps: of the engine's calibration.
-        """
+        """Makes the queue of a model, for its entry; `engine` serves it from now on and was calibrated by `steps`."""
         recorder = ModelRecorder(model, self._num_recorded)
         queue = ModelQueue(
             model, self._limits, self._metrics.for_model(model), recorder, engine, costs, self._rivals_of

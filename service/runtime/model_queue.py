@@ -54,12 +54,7 @@ class ModelQueue:
     """One model's places and what its requests need.
 
     Args:
-        model: its name.
-        limits: of places.
-        metrics: where its steps and requests are counted.
-        recorder: keeps its last steps and requests.
-        engine: serves it; not kept, so that a removed model leaves its memory.
-        costs: counts the work of its requests.
+        engine: not kept, so that a removed model leaves its memory.
         rivals: returns the other models that share the cores now.
 
     Attributes:

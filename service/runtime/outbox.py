@@ -19,8 +19,7 @@ class Outbox:
     Waking the loop for each call would fill the pipe through which it is woken if it is held up for some hundred steps,
     and lose signals that come through the same pipe.
 
-    Args:
-        post: runs a callback on the event loop, callable from any thread.
+    `post` runs a callback on the event loop, from any thread.
     """
 
     def __init__(self, post: Callable[..., object]) -> None:

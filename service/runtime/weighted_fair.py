@@ -23,11 +23,7 @@ _LEAST_SECONDS = 1e-6
 
 
 class WeightedFairScheduler:
-    """The accounts of the models that have work, and of those that still owe for a turn.
-
-    Args:
-        weights: by model, above 0; 1 for models that are not named.
-    """
+    """The accounts of models that have work or still owe for a turn; a model that is not named has a weight of 1."""
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         self._weights = dict(weights)

@@ -26,6 +26,7 @@ from service.engine.speculation.prompt_lookup import PromptLookup
 from service.engine.types import (
     BeamSearchParams,
     GenerationRequest,
+    PromptScoring,
     SamplingParams,
     StepOutput,
     StepStats,
