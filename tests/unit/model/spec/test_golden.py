@@ -120,7 +120,8 @@ def test_logits_that_are_no_numbers_or_of_another_shape_fail_at_any_tolerance() 
     for logits, value in zip(spoiled, (np.nan, np.inf, -np.inf), strict=True):
         logits[0, 0] = value
     for logits in (*spoiled, case.logits[:-1], case.logits[:, :-1]):
-        assert not golden.compare(case, logits, Tolerance(absolute=np.inf)).passed
+        result = golden.compare(case, logits, Tolerance(absolute=np.inf))
+        assert (result.passed, result.agreement) == (False, 0.0)
     assert not golden.compare(replace(case, logits=spoiled[0]), case.logits, Tolerance(absolute=1e9)).passed
 
 

@@ -221,6 +221,7 @@ def test_a_text_to_continue_begins_with_bos_and_a_source_ends_with_eos() -> None
     assert BPE.encode("") == [BOS_ID]
     assert CHARACTERS.encode("") == [EOS_ID]
     assert BPE.encode_plain("") == []
+    assert BPE.with_marks().encode("x = 1") == BPE.encode_plain("x = 1")
 
 
 def test_decoding_leaves_control_tokens_out() -> None:
