@@ -26,6 +26,7 @@ from service.engine.speculation.prompt_lookup import PromptLookup
 from service.engine.types import (
     BeamSearchParams,
     GenerationRequest,
+    PromptScoring,
     SamplingParams,
     StepOutput,
     StepStats,
@@ -290,6 +291,17 @@ def test_a_step_with_drafts_reports_what_it_computed_and_accepted() -> None:
 def test_requests_with_rules_or_beams_or_one_token_get_no_drafts(wanted: dict[str, Any]) -> None:
     asked = request("a", PROMPT, **{"max_tokens": 20, **wanted})
     assert num_drafted(run(asked, 4, memory=1)[0]) == 0
+
+
+def test_a_step_that_scores_a_prompt_gets_no_drafts() -> None:
+    # Nine tokens: the last of them runs by itself.
+    sampling = SamplingParams(temperature=0.0, seed=1)
+    asked = request("a", PROMPT[:9], max_tokens=20, sampling=sampling, scoring=PromptScoring())
+    alone, first = run(asked, 0, memory=1)
+    drafted, second = run(asked, 4, memory=1)
+    assert reported(drafted) == reported(alone)
+    assert second.batches[:2] == first.batches[:2]
+    assert num_accepted(drafted) > 0
 
 
 def test_only_a_row_that_decodes_alone_gets_drafts() -> None:
