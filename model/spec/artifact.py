@@ -749,8 +749,8 @@ def _check_signatures(manifest: Manifest) -> list[str]:
         expected[ENCODER] = encoder_signature(config, kv.precision)
     if EXPLAIN in manifest.graphs:
         expected[EXPLAIN] = explain_signature(manifest.config)
-    # A prefill graph of a former release is not read.
-    unknown = manifest.graphs.keys() - expected.keys() - {PREFILL}
+    # A prefill graph of a former release, which had them beside K/V in slots, is not read.
+    unknown = manifest.graphs.keys() - expected.keys() - (set() if is_paged else {PREFILL})
     problems = [f"graphs lists unknown {name!r}" for name in sorted(unknown)]
     for name, (inputs, outputs) in expected.items():
         graph = manifest.graphs.get(name)
