@@ -286,8 +286,9 @@ def _check_tokens(manifest: Manifest) -> list[str]:
 
 def _check_signatures(manifest: Manifest) -> list[str]:
     expected = graph_signatures(manifest)
-    # A prefill graph of a former release is not read.
-    unknown = manifest.graphs.keys() - expected.keys() - {PREFILL}
+    # A prefill graph of a former release, which had them beside K/V in slots, is not read.
+    ignored = set() if manifest.kv_cache.layout is KVLayout.PAGED else {PREFILL}
+    unknown = manifest.graphs.keys() - expected.keys() - ignored
     problems = [f"graphs lists unknown {name!r}" for name in sorted(unknown)]
     for name, (inputs, outputs) in expected.items():
         graph = manifest.graphs.get(name)

@@ -9,15 +9,13 @@ from __future__ import annotations
 import mmap
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from model.spec.artifact import MAX_CANDIDATES, Device, KVLayout, Manifest
 from service.engine.kv.decode_sizes import decode_sizes
 from service.engine.kv.process_memory import memory_limit
 from service.engine.kv.reservations import KVBudget
 from service.errors import StartupError
 
-_FLOAT_BYTES = np.dtype(np.float32).itemsize
+_FLOAT_BYTES = 4
 # An id and a logit.
 _CANDIDATE_BYTES = 12
 # Scratch space of matrix products and attention in a step.

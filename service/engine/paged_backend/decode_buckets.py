@@ -41,13 +41,8 @@ class _Bucket:
 class DecodeBuckets:
     """The decoder graph for one token in each row.
 
-    Args:
-        config: the model's sizes.
-        session: the decoder graph.
-        caches: its K/V by input name.
-        block_size: tokens of a block.
-        logits: the results, with room for the padding rows.
-        device: of the inputs, "cpu" or "cuda".
+    `caches` are its K/V by input name; `logits` has room for the padding rows; `device` of the inputs is "cpu" or
+    "cuda".
     """
 
     def __init__(

@@ -19,12 +19,7 @@ Int64 = npt.NDArray[np.int64]
 
 
 class DeviceLogits:
-    """Memory for the results of runs.
-
-    Args:
-        max_rows: of a run.
-        vocab_size: logits of a row.
-        device: "cpu" or "cuda".
+    """Memory for the results of runs of up to `max_rows` rows, on "cpu" or "cuda".
 
     Raises:
         StartupError: when the device has too little memory.

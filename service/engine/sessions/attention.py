@@ -32,11 +32,6 @@ _OPTIONS = SessionOptions(intra_op_threads=1, allow_spinning=False, map_weights=
 class AttentionGraph:
     """A loaded explain graph.
 
-    Args:
-        folder: the artifact.
-        manifest: the artifact's.
-        own_kernels: as in `SessionOptions`.
-
     Raises:
         StartupError: when the file cannot be loaded or is not the manifest's.
     """

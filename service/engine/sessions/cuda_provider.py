@@ -43,10 +43,7 @@ class Cuda:
 def load(path: Path, settings: Any, cuda: Cuda) -> Any:
     """An `InferenceSession` on the CUDA provider, never on the CPU provider in its place.
 
-    Args:
-        path: the graph.
-        settings: `onnxruntime.SessionOptions` with threads and log level.
-        cuda: recording and memory.
+    Adds to `settings`, an `onnxruntime.SessionOptions` with threads and log level.
 
     Raises:
         StartupError: when the provider does not start or lacks a kernel.
@@ -117,11 +114,7 @@ def cuda_free_bytes() -> int:
 
 
 def require_alive(device: str, cause: Exception) -> None:
-    """Checks after a failed run whether the device still works.
-
-    Args:
-        device: "cpu" or "cuda".
-        cause: the run's error.
+    """Checks after a run that failed with `cause` whether the device, "cpu" or "cuda", still works.
 
     Raises:
         DeviceLost: when the device does not answer.

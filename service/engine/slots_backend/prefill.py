@@ -70,11 +70,8 @@ class GroupPrefill:
     The run has K/V of its own, as wide as the padded length, so that padding never reaches the slots. Padding tokens
     follow the real ones: attention is causal, and their results are ignored.
 
-    Args:
-        decoder: the graph.
-        kv: the cache.
-        logits: `[rows, V]`, the output; rows behind the slots' are scratch.
-        max_tokens: of a group, padding included.
+    `logits` is the output `[rows, V]`, whose rows behind the slots' are scratch here; `max_tokens` of a group count its
+    padding.
     """
 
     def __init__(self, decoder: SlotDecoder, kv: SlotKV, logits: Float32, max_tokens: int) -> None:
