@@ -98,9 +98,10 @@ def run_part(command: Sequence[str], seconds: float) -> dict[str, Any]:
     _say(output.rstrip())
     lines = output.strip().splitlines()
     found: dict[str, Any] = json.loads(lines[-1]) if lines and lines[-1].startswith("{") else {}
-    # A part that was measured and whose promise does not hold says so itself; a row without a value is a failure.
+    # A quick run promises nothing; a row without a value is a failure.
     rows = found.get("rows", [])
-    is_measured = bool(not why and found.get("passed", True) and all(row["value"] is not None for row in rows))
+    is_kept = found.get("is_quick", False) or found.get("passed", True)
+    is_measured = bool(not why and is_kept and all(row["value"] is not None for row in rows))
     return {"passed": is_measured, "why": why, "seconds": round(time.monotonic() - began, 1), "found": found}
 
 
