@@ -60,7 +60,7 @@ measure is their spread, which also decides whether an error can change a token.
 at most in int8 and 0.7 in int4, twelve layers of random weights, which dampen nothing, to 0.3 and 1.9; logits that have
 nothing to do with the golden ones are off by four and more. Sixteen bits are rounded to by each operator,
 in bfloat16 eight times as coarsely, for which it is given eight times as much. How much a model loses is not for these
-cases to say, whose tokens are random: that is measured on held-out data (`benchmarks.quality`).
+cases to say, whose tokens are random: that is measured on held-out data (`benchmarks run quality`).
 """
 
 
