@@ -20,12 +20,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import grpc.aio
-
 from benchmarks.frame.servers import serving
+from benchmarks.frame.streams import connected, gathered
 from model.data import dates
 from onward.v1 import generation_pb2 as pb
-from onward.v1 import generation_pb2_grpc
 
 MODELS = ("dates", "stdlib")
 HELD_OUT_DATES = 500
@@ -113,15 +111,12 @@ async def _sample_stdlib(target: str) -> list[str]:
 
 
 async def _generate(target: str, requests: Sequence[pb.GenerateRequest]) -> list[pb.GenerateResponse]:
-    gate = asyncio.Semaphore(CONCURRENCY)
-    async with grpc.aio.insecure_channel(target) as channel:
-        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+    async with connected(target) as stub:
 
         async def one(request: pb.GenerateRequest) -> pb.GenerateResponse:
-            async with gate:
-                return await stub.Generate(request)
+            return await stub.Generate(request)
 
-        return list(await asyncio.gather(*(one(request) for request in requests)))
+        return await gathered(map(one, requests), CONCURRENCY)
 
 
 def _run(*arguments: str) -> dict[str, Any]:

@@ -10,14 +10,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.peers import protocol
-from benchmarks.peers.protocol import Options, main
+from benchmarks.peers.protocol import Options, System, main
 
 
-class FakePeer:
+class FakePeer(System):
     """Says 7. By its clock each token takes a millisecond, and nothing else does, however busy the machine is."""
 
     def __init__(self, options: Options) -> None:
-        self._options = options
+        super().__init__(options)
         self._now = 0.0
         vars(protocol)["time"] = SimpleNamespace(perf_counter=self._clock)
         self._behaviour = os.environ.get("FAKE_PEER", "")

@@ -27,6 +27,7 @@ Span: TypeAlias = tuple[float, float]
 PAUSE_SECONDS = 0.5
 """Between two calls amid streams, so that no wait overlaps both."""
 
+_Result = TypeVar("_Result")
 _Request = TypeVar("_Request", pb.GenerateRequest, pb.GenerateStreamRequest)
 
 
@@ -45,6 +46,17 @@ async def connected(target: str) -> AsyncIterator[GenerationServiceAsyncStub]:
     """A stub with a channel of its own."""
     async with grpc.aio.insecure_channel(target) as channel:
         yield GenerationServiceStub(channel)
+
+
+async def gathered(calls: Iterable[Awaitable[_Result]], in_flight: int) -> list[_Result]:
+    """Results of calls, of which so many run at a time; time in this queue is not theirs."""
+    gate = asyncio.Semaphore(in_flight)
+
+    async def one(call: Awaitable[_Result]) -> _Result:
+        async with gate:
+            return await call
+
+    return list(await asyncio.gather(*map(one, calls)))
 
 
 @dataclass(slots=True)

@@ -13,23 +13,20 @@ from typing import Any
 import torch
 
 from benchmarks.peers import hf_folder
-from benchmarks.peers.protocol import Options, main
+from benchmarks.peers.protocol import Options, System, main
 from benchmarks.peers.torch_graph import DTYPES
 from model import checkpoint
 from model.nn.transformer import Transformer
 from model.spec.config import ModelConfig
 
 
-class CompiledTransformers:
+class CompiledTransformers(System):
     """One static cache for each batch, kept from call to call so that a compiled step finds it at its address."""
 
     def __init__(self, options: Options) -> None:
-        self._options = options
+        super().__init__(options)
         self._model: Any = None
         self._caches: dict[int, tuple[int, Any]] = {}
-
-    def prepare(self) -> None:
-        """Nothing to convert."""
 
     def load(self) -> str:
         """Returns the version of transformers and of torch."""
@@ -106,9 +103,6 @@ class CompiledTransformers:
         cache = StaticCache(config=self._model.config, max_cache_len=length)
         self._caches[batch] = length, cache
         return cache
-
-    def close(self) -> None:
-        """Nothing outlives this process."""
 
 
 def rename(weights: dict[str, Any], config: ModelConfig) -> dict[str, Any]:

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.protocol import Options, main
+from benchmarks.peers.protocol import Options, System, main
 
 
-class CTranslate2:
+class CTranslate2(System):
     """Precisions are its compute types; the converted weights serve all of them."""
 
     def __init__(self, options: Options) -> None:
-        self._options = options
+        super().__init__(options)
         self._converted: Path = options.work / "converted"
         self._generator: Any = None
         self._words: list[str] = []
@@ -54,9 +54,6 @@ class CTranslate2:
             end_token=[],
         )
         return [list(result.sequences_ids[0]) for result in results]
-
-    def close(self) -> None:
-        """Nothing outlives this process."""
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.peers.gguf_file import read_safetensors
-from benchmarks.peers.protocol import Options, main
+from benchmarks.peers.protocol import Options, System, main
 
 Array = npt.NDArray[Any]
 _PARTS = {
@@ -96,11 +96,11 @@ class _Stream:
         self.num_come += 1
 
 
-class CTranslate2Translator:
+class CTranslate2Translator(System):
     """Precisions are its compute types; `folder` is our checkpoint."""
 
     def __init__(self, options: Options) -> None:
-        self._options = options
+        super().__init__(options)
         self._converted: Path = options.work / "converted"
         self._translator: Any = None
         self._num_workers = 0
@@ -213,9 +213,6 @@ class CTranslate2Translator:
             intra_threads=max(1, self._options.threads // num_workers),
         )
         self._num_workers = num_workers
-
-    def close(self) -> None:
-        """Nothing outlives this process."""
 
 
 def make_spec(checkpoint: Path) -> Any:

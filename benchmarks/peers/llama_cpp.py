@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.peers.gguf_file import write_gguf
-from benchmarks.peers.protocol import Options, main
+from benchmarks.peers.protocol import Options, System, main
 
 _ERROR_LEVEL = 4
 _QUANTIZED = {"q4_0": "LLAMA_FTYPE_MOSTLY_Q4_0"}
@@ -28,11 +28,11 @@ _Fed = tuple[int, int, int, bool]
 """A token, its position, its sequence, whether its logits are wanted."""
 
 
-class LlamaCpp:
+class LlamaCpp(System):
     """Precisions are GGUF's names of types, in lower case."""
 
     def __init__(self, options: Options) -> None:
-        self._options = options
+        super().__init__(options)
         self._file: Path = options.work / f"{options.precision}.gguf"
         self._library: Any = None
         self._model: Any = None
@@ -150,9 +150,6 @@ class LlamaCpp:
     def _best(self, index: int) -> int:
         logits = self._library.llama_get_logits_ith(self._context, index)
         return int(np.ctypeslib.as_array(logits, (self._num_logits,)).argmax())
-
-    def close(self) -> None:
-        """Nothing outlives this process."""
 
 
 if __name__ == "__main__":

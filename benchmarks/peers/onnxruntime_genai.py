@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.protocol import Options, main
+from benchmarks.peers.protocol import Options, System, main
 
 
-class OnnxRuntimeGenAI:
+class OnnxRuntimeGenAI(System):
     """Precisions are those of the builder's `-p`."""
 
     def __init__(self, options: Options) -> None:
-        self._options = options
+        super().__init__(options)
         self._built: Path = options.work / options.precision
         self._model: Any = None
 
@@ -65,9 +65,6 @@ class OnnxRuntimeGenAI:
         for _ in range(new):
             generator.generate_next_token()
         return [generator.get_sequence(row)[ids.shape[1] :].tolist() for row in range(len(prompts))]
-
-    def close(self) -> None:
-        """Nothing outlives this process."""
 
 
 if __name__ == "__main__":

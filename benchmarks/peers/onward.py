@@ -16,16 +16,16 @@ import grpc
 from benchmarks.frame.models import artifact_folder, export, version
 from benchmarks.frame.servers import serving
 from benchmarks.frame.streams import greedy
-from benchmarks.peers.protocol import Options, main
+from benchmarks.peers.protocol import Options, System, main
 from onward.v1 import generation_pb2 as pb
 from onward.v1.generation_pb2_grpc import GenerationServiceStub
 
 
-class Onward:
+class Onward(System):
     """A server in a process of its own on a loopback port, one unary call for each prompt."""
 
     def __init__(self, options: Options) -> None:
-        self._options = options
+        super().__init__(options)
         self._resources = ExitStack()
         self._stub: Any = None
 

@@ -11,18 +11,18 @@ from itertools import count
 
 from benchmarks.frame.engine import greedy_request, load_engine, serve
 from benchmarks.frame.models import artifact_folder, export, version
-from benchmarks.peers.protocol import Options, main
+from benchmarks.peers.protocol import Options, System, main
 from service.engine.engine import Engine
 from service.engine.scheduler import EngineLimits
 
 _CUDA_CHUNK = 4096
 
 
-class OnwardEngine:
+class OnwardEngine(System):
     """One engine with the server's own defaults, or on CUDA with a chunk of 4,096 tokens."""
 
     def __init__(self, options: Options) -> None:
-        self._options = options
+        super().__init__(options)
         self._is_cuda = options.device == "cuda"
         self._engine: Engine | None = None
         self._ids = count()
@@ -53,9 +53,6 @@ class OnwardEngine:
         requests = [greedy_request(str(next(self._ids)), prompt, new) for prompt in prompts]
         answers = serve(self._engine, ((0, request) for request in requests))
         return [answers.tokens[request.request_id] for request in requests]
-
-    def close(self) -> None:
-        """Nothing outlives this process."""
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 _CLOCK_TICK_SECONDS = 0.03
 """/proc counts in hundredths of a second, for the machine and for the process: this much may be mere rounding."""
@@ -43,37 +43,34 @@ class Options:
     device: str = "cpu"
 
 
-class System(Protocol):
+class System:
     """Generates. Constructed before anything is loaded; `prepare` may run in an earlier process."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
 
     def prepare(self) -> None:
         """Converts the weights into the system's own format, unless that was done before."""
-        ...
 
     def load(self) -> str:
         """Loads the model; returns the system's version."""
-        ...
+        raise NotImplementedError
 
     def generate(self, prompts: Sequence[Sequence[int]], new: int) -> list[list[int]]:
         """Exactly `new` greedy ids for each of some equally long prompts, all of them in flight together."""
-        ...
-
-    def close(self) -> None:
-        """Ends whatever would outlive this process."""
-        ...
-
-
-class Translating(System, Protocol):
-    """A system of an encoder-decoder that also serves a stream of concurrent requests."""
+        raise NotImplementedError
 
     def translate(
         self, sources: Sequence[Sequence[int]], lengths: Sequence[int], batching: Mapping[str, Any], in_flight: int
     ) -> list[list[int]]:
         """A greedy output of its own length for each source, of which only `in_flight` are unanswered at a time.
 
-        `batching` is specific to the system.
+        Of encoder-decoders; `batching` is specific to the system.
         """
-        ...
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Ends whatever would outlive this process."""
 
 
 def parse(arguments: Sequence[str]) -> Options:
@@ -89,7 +86,7 @@ def parse(arguments: Sequence[str]) -> Options:
     return Options(**vars(parser.parse_args(arguments)))
 
 
-def main(make: Callable[[Options], System | Translating]) -> None:
+def main(make: Callable[[Options], System]) -> None:
     """Answers questions until stdin ends."""
     options = parse(sys.argv[1:])
     options.work.mkdir(parents=True, exist_ok=True)
@@ -108,7 +105,7 @@ def take_stdout() -> TextIO:
     return answers
 
 
-def serve(system: System | Translating, questions: TextIO, answers: TextIO) -> None:
+def serve(system: System, questions: TextIO, answers: TextIO) -> None:
     """Answers each line of `questions` with one line in `answers`."""
     for line in questions:
         try:
@@ -119,7 +116,7 @@ def serve(system: System | Translating, questions: TextIO, answers: TextIO) -> N
         answers.flush()
 
 
-def _answer(system: Any, question: dict[str, Any]) -> dict[str, Any]:
+def _answer(system: System, question: dict[str, Any]) -> dict[str, Any]:
     match question["do"]:
         case "prepare":
             return {"seconds": _timed(system.prepare)[1]}

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.peers.protocol import Options, main
+from benchmarks.peers.protocol import Options, System, main
 from model import checkpoint
 from model.nn.attention import SelfAttention, join_heads, split_heads
 from model.nn.positions import rotate
@@ -121,16 +121,13 @@ class TorchDecode:
         return self._model.unembed(self._model.final_norm(hidden[:, -1:])).argmax(dim=-1)
 
 
-class TorchGraph:
+class TorchGraph(System):
     """Loads our checkpoint; one captured step for each batch and capacity."""
 
     def __init__(self, options: Options) -> None:
-        self._options = options
+        super().__init__(options)
         self._model: Decoder | None = None
         self._loops: dict[tuple[int, int], TorchDecode] = {}
-
-    def prepare(self) -> None:
-        """Nothing to convert."""
 
     def load(self) -> str:
         """Returns torch's version."""
@@ -156,9 +153,6 @@ class TorchGraph:
             chosen.append(loop.tokens.clone())
         tokens: list[list[int]] = torch.cat(chosen, dim=1).tolist()
         return tokens
-
-    def close(self) -> None:
-        """Nothing outlives this process."""
 
 
 if __name__ == "__main__":

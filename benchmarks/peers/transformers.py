@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.peers.protocol import Options, main
+from benchmarks.peers.protocol import Options, System, main
 
 
-class Transformers:
+class Transformers(System):
     """Loads the folder as it is; precisions are torch's dtype names."""
 
     def __init__(self, options: Options) -> None:
-        self._options = options
+        super().__init__(options)
         self._model: Any = None
-
-    def prepare(self) -> None:
-        """Nothing to convert."""
 
     def load(self) -> str:
         """Returns the version of transformers and of torch."""
@@ -44,9 +41,6 @@ class Transformers:
             output = self._model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
         tokens: list[list[int]] = output[:, ids.shape[1] :].tolist()
         return tokens
-
-    def close(self) -> None:
-        """Nothing outlives this process."""
 
 
 if __name__ == "__main__":

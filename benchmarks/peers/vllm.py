@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.peers.protocol import Options, main
+from benchmarks.peers.protocol import Options, System, main
 
 
-class VLLM:
+class VLLM(System):
     """Precisions are its dtype names. `bench_systems` sets its environment: one process, no telemetry, no network."""
 
     def __init__(self, options: Options) -> None:
-        self._options = options
+        super().__init__(options)
         self._llm: Any = None
-
-    def prepare(self) -> None:
-        """Nothing to convert."""
 
     def load(self) -> str:
         """Returns the version. Prefix caching is off: prompts never repeat."""
@@ -44,9 +41,6 @@ class VLLM:
         asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         outputs = self._llm.generate(asked, sampling, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
-
-    def close(self) -> None:
-        """Nothing outlives this process."""
 
 
 if __name__ == "__main__":

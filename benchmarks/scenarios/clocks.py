@@ -31,7 +31,7 @@ from benchmarks.frame.models import METRICS, draw
 from benchmarks.frame.pictures import drawing
 from benchmarks.frame.scenario import ModelSettings, Results, Run, Scenario, cores, option
 from benchmarks.frame.statistics import percentile
-from benchmarks.frame.streams import connected, greedy
+from benchmarks.frame.streams import connected, gathered, greedy
 from benchmarks.frame.tables import conditions, milliseconds, subject, table, verdict
 from benchmarks.infra.prometheus import Prometheus, scraping
 from model.spec.config import ModelConfig
@@ -143,14 +143,8 @@ async def ask(target: str, settings: ClockSettings, config: ModelConfig, source:
         new = min(source.randint(settings.new_least, settings.new_most), room - 1)
         length = min(source.randint(settings.prompt_least, settings.prompt_most), room - new)
         asked.append((draw(source, config.vocab_size, length), new))
-    gate = asyncio.Semaphore(settings.in_flight)
-
-    async def one(stub: GenerationServiceAsyncStub, prompt: Sequence[int], new: int) -> Stream:
-        async with gate:
-            return await follow(stub, prompt, new)
-
     async with connected(target) as stub:
-        return await asyncio.gather(*(one(stub, prompt, new) for prompt, new in asked))
+        return await gathered((follow(stub, prompt, new) for prompt, new in asked), settings.in_flight)
 
 
 async def follow(stub: GenerationServiceAsyncStub, prompt: Sequence[int], new: int) -> Stream:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from benchmarks.frame.scenario import Run, Scenario, option
-from benchmarks.frame.streams import connected, greedy
+from benchmarks.frame.streams import connected, gathered, greedy
 from model import checkpoint as checkpoints
 from model.nn import reference
 from model.spec.config import ModelConfig
@@ -72,19 +72,17 @@ async def collect(
     target: str, model: str, requests: Sequence[tuple[tuple[int, ...], int]], concurrency: int
 ) -> list[ServedOutput]:
     """Sends the requests greedily, `concurrency` at a time, so that they join and leave a running batch."""
-    gate = asyncio.Semaphore(concurrency)
     async with connected(target) as stub:
 
         async def one(prompt: tuple[int, ...], length: int) -> ServedOutput:
             wanted = pb.ResponseOptions(logprobs=0)
-            async with gate:
-                response = await stub.Generate(greedy(pb.GenerateRequest, prompt, length, model=model, response=wanted))
+            response = await stub.Generate(greedy(pb.GenerateRequest, prompt, length, model=model, response=wanted))
             (output,) = response.outputs
             if len(output.token_ids) != length:
                 raise RuntimeError(f"asked for {length} tokens, got {len(output.token_ids)}")
             return ServedOutput(prompt, tuple(output.token_ids), tuple(entry.logprob for entry in output.logprobs))
 
-        return list(await asyncio.gather(*(one(prompt, length) for prompt, length in requests)))
+        return await gathered((one(prompt, length) for prompt, length in requests), concurrency)
 
 
 def judge(folder: Path, model: str, outputs: Sequence[ServedOutput]) -> Faithfulness:

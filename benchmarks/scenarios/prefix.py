@@ -18,17 +18,14 @@ import random
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from benchmarks.frame.models import NUM_SPECIAL, QUIET, draw
 from benchmarks.frame.rounds import counted, shuffled
 from benchmarks.frame.scenario import ModelSettings, Results, Run, Scenario, option
 from benchmarks.frame.statistics import percentile
-from benchmarks.frame.streams import Answer, connected, follow
+from benchmarks.frame.streams import connected, follow, gathered
 from benchmarks.frame.tables import conditions, milliseconds, subject, table, verdict
-
-if TYPE_CHECKING:
-    from onward.v1.generation_pb2_grpc import GenerationServiceAsyncStub
 
 WAYS = ("sequential", "concurrent", "unshared")
 LIMIT = 0.25
@@ -102,15 +99,9 @@ def _describe(repeats: Sequence[Series]) -> dict[str, Any]:
 
 async def _ask(target: str, asked: Sequence[Sequence[int]], in_flight: int) -> Series:
     """The first alone, then the others; time in this client's own queue does not count."""
-    gate = asyncio.Semaphore(in_flight)
-
-    async def ask(stub: GenerationServiceAsyncStub, prompt: Sequence[int]) -> Answer:
-        async with gate:
-            return await follow(stub, prompt, 1)
-
     async with connected(target) as stub:
-        first = await ask(stub, asked[0])
-        others = await asyncio.gather(*(ask(stub, prompt) for prompt in asked[1:]))
+        first = await follow(stub, asked[0], 1)
+        others = await gathered((follow(stub, prompt, 1) for prompt in asked[1:]), in_flight)
     return [(answer.first_token_seconds, answer.cached_tokens) for answer in (first, *others)]
 
 

@@ -54,7 +54,7 @@ Float32 rounding uses a tenth of its tolerance in a trained model. Quantization 
 tolerance is relative to the spread, which also decides whether an error can change a token. The presets' trained models
 reach at most 0.2 in int8 and 0.7 in int4, twelve layers of random weights 0.3 and 1.9; unrelated logits are off by four
 and more. bfloat16 rounds eight times as coarsely as float16 and has eight times its tolerance. The cases' tokens are
-random: the loss of quality is measured on held-out data (`benchmarks.quality`).
+random: the loss of quality is measured on held-out data (`benchmarks run quality`).
 """
 
 KV_TOLERANCES: Mapping[KVPrecision, Tolerance] = {

@@ -11,6 +11,7 @@ import torch
 from benchmarks.frame.paged import emit_model, stirred
 from model.nn.transformer import build
 from model.spec.artifact import CUDA_PRECISIONS, Device, Precision
+from tests.artifacts import keep_operator_table
 from tests.gpu.subjects import Subject, configs
 
 _CARD = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))
@@ -20,6 +21,11 @@ _CASES = [
     *((name, Device.CUDA, precision, _CARD) for name in _TINY for precision in CUDA_PRECISIONS),
     *((name, Device.CUDA, each, (*_CARD, pytest.mark.slow)) for name in _LARGE for each in CUDA_PRECISIONS),
 ]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_exports() -> None:
+    keep_operator_table()
 
 
 @pytest.fixture(

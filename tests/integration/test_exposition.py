@@ -336,7 +336,7 @@ def _as_served() -> Iterator[None]:
 )
 @pytest.mark.usefixtures("_as_served")
 def test_a_model_costs_so_many_series_and_bytes(compat: MetricsCompat, max_series: int, max_bytes: int) -> None:
-    # How long a scrape takes is for `python -m benchmarks.clocks` to say: this is what that time grows with.
+    # How long a scrape takes is for `benchmarks run clocks` to say: this is what that time grows with.
     def scrape(count: int) -> str:
         models = [served_model(f"model-{number}") for number in range(count)]
         registry = CollectorRegistry()

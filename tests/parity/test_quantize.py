@@ -46,6 +46,7 @@ from model.spec.artifact import DECODER, ENCODER, Device, KVPrecision, Precision
 from model.spec.golden import Tolerance
 from model.spec.tokenizer import Tokenizer
 from tests.artifacts import ADDITIVE, rehash, tiny_artifact, tiny_checkpoint, tiny_config
+from tests.environment import ROOT
 
 Float32 = npt.NDArray[np.float32]
 
@@ -488,6 +489,22 @@ def test_quality_of_outputs_is_that_of_the_reference() -> None:
     ]
     assert all(answers)
     assert quality.translate(folder, sources, [20] * 3, tokenizer, threads=1) == answers
+
+
+def test_quality_of_translations_is_scored_on_the_recipes_held_out_pairs() -> None:
+    folder = tiny_artifact("encoder-decoder")
+    settings = quality.QualitySettings(
+        checkpoint=folder.parent / "checkpoint",
+        artifacts=(folder,),
+        recipe=str(ROOT / "docs" / "recipes" / "en-de.toml"),
+        corpus=str(ROOT / "tests" / "data" / "libreoffice-help-de.po"),
+        num_pairs=4,
+    )
+    found = quality.measure(settings, Run())
+    assert found["measure"] == "bleu"
+    by_torch, served = (row["value"] for row in found["rows"])
+    # One near-tie may fall otherwise in another order of additions.
+    assert 0.0 <= by_torch == pytest.approx(served, abs=5.0)
 
 
 def test_quality_refuses_what_cannot_be_compared() -> None:

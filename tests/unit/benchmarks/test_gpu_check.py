@@ -71,7 +71,7 @@ def test_correctness_comes_first_and_a_failing_part_does_not_stop_the_next(
 
     def run_part(command: list[str], _: float) -> dict[str, Any]:
         ran.append(command[4:])
-        is_speed = "--models" in command and gpu_check.LARGE in command
+        is_speed = "bench" in command and gpu_check.LARGE in command
         return {"passed": len(ran) != 2, "why": "", "found": {"rows": rows_of_speed()} if is_speed else {}}
 
     monkeypatch.setattr(gpu_check, "run_part", run_part)
