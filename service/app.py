@@ -20,8 +20,8 @@ from prometheus_client import CollectorRegistry, disable_created_metrics
 
 from service.config import Admission, Kernels, ServeConfig, keep_tokenizers_on_their_threads
 from service.engine.engine import LastRun
+from service.engine.interfaces import StepEngine
 from service.engine.sessions.attention import load_attention_graph
-from service.engine.step_engine import StepEngine
 from service.errors import NotServing, OnwardError
 from service.explain.explainer import Explainer
 from service.generator import Generator

@@ -20,8 +20,8 @@ from service.engine.batch import (
 )
 from service.engine.engine import Engine, LastRun
 from service.engine.factory import build_runner, model_shape
+from service.engine.interfaces import Runner
 from service.engine.kv.reservations import KVBudget
-from service.engine.runner import Runner
 from service.engine.sampling.sampler import Sampler
 from service.engine.scheduler import EngineLimits, Scheduler
 from service.engine.sessions.session import SessionOptions

@@ -30,8 +30,8 @@ from onward.v1.model_pb2_grpc import ModelServiceStub
 from service.app import App, Endpoint
 from service.config import ServeConfig
 from service.engine.engine import Engine
+from service.engine.interfaces import StepEngine
 from service.engine.scheduler import EngineLimits
-from service.engine.step_engine import StepEngine
 from service.repository.models import Parity, ServedModel
 from service.telemetry.tracing import Tracer
 from tests.fakes import BOS, CONTEXT, EOS, NUM_SPECIAL, PAD, VOCAB_SIZE, FakeRunner, fake_engine, noise, spell

@@ -16,10 +16,10 @@ from model.spec.cost import causal_pairs
 from model.spec.golden import CaseResult, GoldenCase, Tolerance, compare
 from service.engine.batch import KVFree, KVRetain, ScheduledBatch
 from service.engine.chunks import ChunkRules
+from service.engine.interfaces import Runner
 from service.engine.proof.calibration import calibrate, rounds
 from service.engine.proof.chunk_proof import find_difference
 from service.engine.proof.replay import replay_all
-from service.engine.runner import Runner
 from service.engine.sampling.sampler import Sampler
 from service.engine.scheduler import Scheduler
 from service.engine.types import GenerationRequest, StepOutput, StepStats

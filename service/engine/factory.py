@@ -10,6 +10,7 @@ from pathlib import Path
 from model.spec.artifact import DECODER, ENCODER, MOVE, KVLayout, Manifest
 from model.spec.artifact import Device as BuiltFor
 from service.engine.engine import Engine, LastRun
+from service.engine.interfaces import Runner
 from service.engine.kv.budget import (
     check_device_memory,
     check_host_memory,
@@ -23,7 +24,6 @@ from service.engine.paged_backend.paged_kv import HostBlocks, PagedKV
 from service.engine.paged_backend.paged_runner import PagedRunner
 from service.engine.proof.chunk_proof import describe_foreign, find_obstacles
 from service.engine.queueing.intake import ModelShape
-from service.engine.runner import Runner
 from service.engine.sampling.sampler import Sampler
 from service.engine.sampling.text import Decode
 from service.engine.sampling.top_logits import TopLogits

@@ -14,8 +14,8 @@ from model.spec.artifact import EXPLAIN, Manifest, Stamp
 from model.spec.chat import Chat, ConversationError, Message
 from model.spec.golden import CaseResult, GoldenCase
 from model.spec.tokenizer import Tokenizer
+from service.engine.interfaces import StepEngine
 from service.engine.kv.budget import plan_kv_memory
-from service.engine.step_engine import StepEngine
 from service.engine.types import SamplingParams, StoppingParams
 from service.errors import InvalidRequest, PromptTooLong, UnsupportedFeature
 from service.forecasting.costing import CostModel

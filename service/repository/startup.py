@@ -23,8 +23,8 @@ from model import kernels
 from model.spec.golden import tolerance_of
 from service.config import Kernels, ServeConfig
 from service.engine.engine import Engine, LastRun
+from service.engine.interfaces import StepEngine
 from service.engine.sessions.session import share_threads
-from service.engine.step_engine import StepEngine
 from service.engine.types import Device
 from service.errors import StartupError
 from service.repository.kv_pool import KVPool

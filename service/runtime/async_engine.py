@@ -19,7 +19,7 @@ from functools import partial
 from typing import Protocol
 
 from service.access import Caller, current_caller
-from service.engine.step_engine import EngineHandle, StepEngine
+from service.engine.interfaces import EngineHandle, StepEngine
 from service.engine.types import GenerationRequest, RequestTimings, StepOutput, StepStats, TokenEvent
 from service.errors import EngineFailed, InvalidRequest, NotServing, RequestCancelled, RequestError, report_failure
 from service.forecasting.costing import CostModel

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from service.engine.step_engine import EngineHandle, StepEngine
+from service.engine.interfaces import EngineHandle, StepEngine
 from service.engine.types import GenerationRequest, StepOutput
 
 

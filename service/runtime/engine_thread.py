@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
-from service.engine.step_engine import EngineHandle, StepEngine
+from service.engine.interfaces import EngineHandle, StepEngine
 from service.engine.types import GenerationRequest, StepOutput
 from service.errors import EngineFailed, NotServing, RequestError, report_failure
 from service.runtime.engine_entry import EngineCall, EngineEntry
@@ -28,9 +28,9 @@ from service.runtime.weighted_fair import WeightedFairScheduler
 
 _LOGGER = logging.getLogger(__name__)
 
-# The most commands, and look-ups, between two steps: a flood of them must not delay other work.
+# The most commands, and questions, between two steps: a flood of them must not delay other work.
 _MAX_COMMANDS = 32
-_MAX_LOOK_UPS = 8
+_MAX_QUESTIONS = 8
 
 Result = TypeVar("Result")
 
@@ -59,8 +59,8 @@ class _Command:
 class EngineThread:
     """Steps the engines by weighted fair scheduling while any has work, and blocks on the inbox while none has.
 
-    Commands are carried out in order, at most `_MAX_COMMANDS` between two steps. Look-ups (`ask`) change nothing and
-    have a queue of their own, of which at most `_MAX_LOOK_UPS` run between two steps: no command waits for them.
+    Commands are carried out in order, at most `_MAX_COMMANDS` between two steps. Questions (`ask`) change nothing and
+    have a queue of their own, of which at most `_MAX_QUESTIONS` run between two steps: no command waits for them.
 
     Args:
         engines: by their identities, one for each model; owned by the thread from `start` on.
@@ -88,7 +88,7 @@ class EngineThread:
         self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._is_stopped = False
         # With the engine that served when they came: it is not replaced before they ran.
-        self._look_ups: deque[tuple[EngineCall, StepEngine]] = deque()
+        self._questions: deque[tuple[EngineCall, StepEngine]] = deque()
         # A daemon, so that a graph that never returns cannot keep a stopping process alive.
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -174,7 +174,7 @@ class EngineThread:
     @property
     def _is_idle(self) -> bool:
         """Whether there is nothing to do but to wait for a command."""
-        return not self._look_ups and not any(entry.has_work for entry in self._entries.values())
+        return not self._questions and not any(entry.has_work for entry in self._entries.values())
 
     def _drain_inbox(self) -> bool:
         """Carries out commands, as many as a step may wait for; blocks for the first if idle. False means stop."""
@@ -190,15 +190,15 @@ class EngineThread:
                 return False
             block = False
             num_left -= command.cost
-        self._run_look_ups(_MAX_LOOK_UPS)
+        self._answer_questions(_MAX_QUESTIONS)
         return True
 
-    def _run_look_ups(self, max_look_ups: int) -> None:
-        while self._look_ups and max_look_ups:
-            call, engine = self._look_ups.popleft()
+    def _answer_questions(self, max_questions: int) -> None:
+        while self._questions and max_questions:
+            call, engine = self._questions.popleft()
             if not call.future.cancelled():
                 _run_call(call, engine)
-                max_look_ups -= 1
+                max_questions -= 1
 
     def _prepare(self) -> None:
         """Lets engines do background work until a command comes."""
@@ -240,14 +240,14 @@ class EngineThread:
             self._add(handle, entry.engine, request)
 
     def _arrange(self, call: EngineCall) -> None:
-        """Queues a call until the engine is idle, or behind the look-ups before it."""
+        """Queues a call until the engine is idle, or behind the questions before it."""
         entry = self._entries.get(call.engine.model)
         if entry is None or entry.engine is None or entry.handle is not call.engine:
             _refuse(call)
         elif call.needs_idle:
             entry.calls.append(call)
         else:
-            self._look_ups.append((call, entry.engine))
+            self._questions.append((call, entry.engine))
 
     def _abort(self, handle: EngineHandle, request_id: str) -> None:
         entry = self._entries.get(handle.model)
@@ -266,7 +266,7 @@ class EngineThread:
         released: Callable[[], object],
     ) -> None:
         """Has another engine serve, or none. The former engine gets the parked requests and refuses the calls."""
-        self._run_look_ups(len(self._look_ups))
+        self._answer_questions(len(self._questions))
         while entry.calls:
             _refuse(entry.calls.popleft())
         if entry.handle is not None and entry.engine is not None:
@@ -295,6 +295,7 @@ class EngineThread:
         for each in entry.draining:
             if each.engine.has_work:
                 self._report(each.handle, each.step())
+        del each  # an engine's memory is free before its release is reported
         for released in entry.release():
             self._outbox.send(released)
 

@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from service.engine.step_engine import EngineHandle, StepEngine
+from service.engine.interfaces import EngineHandle, StepEngine
 from service.engine.types import StepOutput, StepStats
 from service.errors import Overloaded
 from service.forecasting.admission import PATIENCE_SECONDS, DeadlineAdmission

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from service.access import Caller
-from service.engine.step_engine import EngineHandle
+from service.engine.interfaces import EngineHandle
 from service.engine.types import FinishReason, GenerationRequest, TokenEvent
 from service.errors import RequestError, report_failure
 from service.forecasting.admission import DeadlineAdmission, PredictedFinish

@@ -6,7 +6,7 @@ import asyncio
 import concurrent.futures
 from collections.abc import Callable
 
-from service.engine.step_engine import EngineHandle, StepEngine
+from service.engine.interfaces import EngineHandle, StepEngine
 from service.errors import EngineFailed, NotServing
 from service.runtime.engine_thread import EngineThread, Result
 

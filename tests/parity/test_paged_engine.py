@@ -22,12 +22,12 @@ from model.spec.tokenizer import Tokenizer
 from service.engine.batch import KVCopy, KVDrop, KVFree, KVRestore, KVSave, ScheduledBatch
 from service.engine.engine import Engine, LastRun
 from service.engine.factory import build_engine, build_paged_runner, build_runner, model_shape
+from service.engine.interfaces import Runner
 from service.engine.kv.budget import plan_kv_memory
 from service.engine.kv.reservations import KVBudget
 from service.engine.paged_backend.device_blocks import DeviceBlocks
 from service.engine.paged_backend.paged_kv import HostBlocks, PagedKV
 from service.engine.paged_backend.paged_runner import PagedRunner
-from service.engine.runner import Runner
 from service.engine.sampling.sampler import Sampler
 from service.engine.sampling.top_logits import TopLogits
 from service.engine.scheduler import EngineLimits, Scheduler

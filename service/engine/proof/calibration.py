@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from service.engine.chunks import ChunkRules
-from service.engine.step_engine import StepEngine
+from service.engine.interfaces import StepEngine
 from service.engine.types import GenerationRequest, SamplingParams, StepStats, StoppingParams
 
 MAX_SECONDS = 0.5

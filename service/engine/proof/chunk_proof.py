@@ -22,7 +22,7 @@ from model import kernels
 from model.spec.artifact import KVLayout, Manifest
 from model.spec.golden import GoldenCase
 from service.engine.batch import DecodeRow, PrefillChunk, ScheduledBatch
-from service.engine.runner import Runner
+from service.engine.interfaces import Runner
 from service.engine.sessions.session import SessionOptions
 
 Float32 = npt.NDArray[np.float32]

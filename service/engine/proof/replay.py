@@ -16,8 +16,8 @@ import numpy.typing as npt
 from model.spec.golden import Feed, GoldenCase, Step
 from service.engine.batch import DecodeRow, EncodeRow, KVCopy, PrefillChunk, PrefillRow, ScheduledBatch
 from service.engine.chunks import ChunkRules
+from service.engine.interfaces import Runner
 from service.engine.kv.slots import SlotTable
-from service.engine.runner import Runner
 
 Float32 = npt.NDArray[np.float32]
 

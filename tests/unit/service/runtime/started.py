@@ -10,7 +10,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from service.engine.step_engine import StepEngine
+from service.engine.interfaces import StepEngine
 from service.engine.types import (
     GenerationRequest,
     TokenEvent,

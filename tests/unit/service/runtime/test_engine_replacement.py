@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
-from service.engine.types import (
-    StepOutput,
-)
+from service.engine.interfaces import EngineHandle
+from service.engine.types import StepOutput
+from service.runtime.engine_thread import EngineThread
 from service.runtime.model_queue import QueueLimits
 from tests.fakes import fake_costs, fake_engine, request
+from tests.scripted import ScriptedEngine
 from tests.unit.service.runtime.started import ENDLESS, MODEL, QUEUE, SLOTS, make_engine, queue, run, started
 
 
@@ -56,3 +61,22 @@ async def test_what_a_removed_engine_did_is_not_done_by_the_next_one_of_its_mode
         assert len(engine.flight_log().models[MODEL].steps) == 3
     finally:
         await engine.stop()
+
+
+def test_removed_engine_is_dropped_before_its_release_is_reported() -> None:
+    """A client that is notified of the release may load another model into its memory."""
+    handle, engine, reported = EngineHandle(MODEL), ScriptedEngine(lambda _: []), threading.Event()
+    former, is_alive = weakref.ref(engine), []
+
+    def released() -> None:
+        is_alive.append(former() is not None)
+        reported.set()
+
+    listener = cast(Any, SimpleNamespace(ended=lambda error: None))
+    thread = EngineThread({handle: engine}, listener, lambda callback: callback(), {})
+    del engine
+    thread.remove(handle, released)
+    thread.start()
+    assert reported.wait(60.0)
+    thread.stop()
+    assert is_alive == [False]

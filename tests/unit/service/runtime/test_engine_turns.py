@@ -19,11 +19,11 @@ import pytest
 
 from service.engine.batch import ScheduledBatch
 from service.engine.engine import Engine, LastRun
+from service.engine.interfaces import EngineHandle
 from service.engine.scheduler import EngineLimits
-from service.engine.step_engine import EngineHandle
 from service.engine.types import FinishReason, GenerationRequest, StepOutput, StoppingParams
 from service.errors import EngineFailed, NotServing, RequestError
-from service.runtime.engine_thread import _MAX_COMMANDS, _MAX_LOOK_UPS, EngineThread
+from service.runtime.engine_thread import _MAX_COMMANDS, _MAX_QUESTIONS, EngineThread
 from tests.fakes import FakeRunner, expected_tokens, fake_engine, request
 
 CHUNK_SECONDS, STEP_SECONDS = 0.4, 0.01
@@ -161,7 +161,7 @@ def test_a_model_alone_is_held_up_by_nobody_whatever_its_weight() -> None:
 
 @dataclass
 class Witness:
-    """What a model's steps found: how many look-ups had been answered, and how many requests were known, by step."""
+    """What a model's steps found: how many questions had been answered, and how many requests were known, by step."""
 
     world: World
     answered: list[int] = field(default_factory=list)
@@ -177,11 +177,11 @@ class Witness:
         self.ends |= {event.request_id: event.finish_reason for event in output.events if event.is_terminal}
         self.num_known.append(output.stats.num_running + output.stats.num_waiting + len(self.ends))
 
-    def look_up(self, model: str, number: int) -> Future[None]:
+    def question(self, model: str, number: int) -> Future[None]:
         return self.world.thread.ask(self.world.handles[model], lambda _: self.answered.append(number))
 
 
-def test_a_flood_of_look_ups_holds_up_no_step_and_no_request() -> None:
+def test_a_flood_of_questions_holds_up_no_step_and_no_request() -> None:
     world = World(until=30.5 * STEP_SECONDS)
     witness = Witness(world)
 
@@ -189,15 +189,15 @@ def test_a_flood_of_look_ups_holds_up_no_step_and_no_request() -> None:
         world.submit("a", writing("first", 100))
         for number in range(100):
             # Callers that have gone take no other's place.
-            assert witness.look_up("a", -1).cancel()
-            witness.look_up("a", number)
+            assert witness.question("a", -1).cancel()
+            witness.question("a", number)
         world.submit("a", writing("second", 100))
         world.thread.abort(world.handles["a"], "first")
         world.submit("a", writing("third", 100))
 
     world.run(["a"], asked)
     assert witness.answered == list(range(100))
-    assert witness.num_answered[:13] == [*range(_MAX_LOOK_UPS, 100, _MAX_LOOK_UPS), 100]
+    assert witness.num_answered[:13] == [*range(_MAX_QUESTIONS, 100, _MAX_QUESTIONS), 100]
     # What came behind them was done before the first step.
     assert witness.num_known[0] == 3
     assert witness.ends == {"first": FinishReason.CANCELLED}
@@ -221,21 +221,21 @@ def test_a_flood_of_requests_is_taken_in_between_steps_in_order_and_none_is_lost
     assert world.tokens[names[-1]]
 
 
-def test_look_ups_that_came_before_another_engine_are_answered_by_the_one_that_they_were_for() -> None:
+def test_questions_that_came_before_another_engine_are_answered_by_the_one_that_they_were_for() -> None:
     world = World(until=3.5 * STEP_SECONDS)
     asked_of: list[object] = []
     num_asked: list[int] = []
-    look_ups: list[Future[None]] = []
+    questions: list[Future[None]] = []
 
     def asked(world: World) -> None:
         old, world.handles["a"] = world.handles["a"], EngineHandle("a")
-        look_ups.extend(world.thread.ask(old, asked_of.append) for _ in range(3 * _MAX_LOOK_UPS))
+        questions.extend(world.thread.ask(old, asked_of.append) for _ in range(3 * _MAX_QUESTIONS))
         world.thread.install(world.handles["a"], world.engine("a"), lambda: num_asked.append(len(asked_of)))
-        look_ups.append(world.thread.ask(old, asked_of.append))
+        questions.append(world.thread.ask(old, asked_of.append))
         world.submit("a", writing("w", 100))
 
     world.run(["a"], asked)
     # None when that is gone, and its memory given back.
-    assert num_asked == [len(asked_of)] == [3 * _MAX_LOOK_UPS]
+    assert num_asked == [len(asked_of)] == [3 * _MAX_QUESTIONS]
     assert len(set(map(id, asked_of))) == 1
-    assert isinstance(look_ups[-1].exception(0), NotServing)
+    assert isinstance(questions[-1].exception(0), NotServing)

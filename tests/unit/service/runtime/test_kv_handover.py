@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.engine.engine import Engine, LastRun
+from service.engine.interfaces import EngineHandle
 from service.engine.kv.reservations import KVBudget
 from service.engine.scheduler import EngineLimits
-from service.engine.step_engine import EngineHandle
 from service.engine.types import GenerationRequest, StepOutput, StoppingParams
 from service.errors import EngineFailed, RequestError
 from service.runtime.engine_thread import EngineThread

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from service.engine.step_engine import EngineHandle
+from service.engine.interfaces import EngineHandle
 from service.engine.types import (
     FinishReason,
     GenerationRequest,

@@ -13,13 +13,13 @@ from model.spec import artifact
 from service.engine import factory
 from service.engine.batch import KVDrop, KVRestore, KVRetain, KVSave
 from service.engine.engine import Engine, LastRun
+from service.engine.interfaces import EngineHandle
 from service.engine.kv.budget import memory_needs, plan_kv_memory, prefault_bytes
 from service.engine.kv.prefaulted_memory import PrefaultedMemory
 from service.engine.sampling.sampler import Sampler
 from service.engine.scheduler import EngineLimits, Scheduler
 from service.engine.sessions.session import SessionOptions
 from service.engine.slots_backend.kv_cache import SlotKV
-from service.engine.step_engine import EngineHandle
 from service.engine.types import StepOutput
 from service.errors import EngineFailed, RequestError
 from service.runtime.engine_thread import EngineThread

@@ -1,4 +1,9 @@
-"""The engine as its thread sees it: a protocol, and the engine's identity."""
+"""The engine's two seams: `StepEngine`, which its thread calls, and `Runner`, which a K/V backend implements.
+
+A backend is a `Runner` over the graphs of one K/V layout, with a cache that carries out the batch's `KVOperation`s:
+`service.engine.slots_backend` and `service.engine.paged_backend`. tests/contract/test_kv_contract.py holds their caches
+to one contract.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from model.spec.golden import CaseResult, GoldenCase, Tolerance
+from service.engine.batch import ScheduledBatch
 from service.engine.chunks import ChunkRules
 from service.engine.types import GenerationRequest, StepOutput, StepStats
+
+Float32 = npt.NDArray[np.float32]
 
 
 class StepEngine(Protocol):
@@ -64,3 +75,26 @@ class EngineHandle:
     """Identity of one engine, distinct from that of another engine of the same model. Holds none of its memory."""
 
     model: str
+
+
+class Runner(Protocol):
+    """Computes batches, one after another, each on the K/V that earlier ones left."""
+
+    def run(self, batch: ScheduledBatch) -> Float32:
+        """Carries out the batch's K/V operations, then computes it.
+
+        Returns:
+            `[slots + R, V] float32`: row `slot` has the logits after the last token fed to that slot, the R rows behind
+            them those that chunks want besides (`PrefillChunk.num_scored`). Rows that were not fed are undefined. The
+            next call overwrites the array.
+
+        Raises:
+            Exception: when the step fails; the K/V of all slots are undefined then.
+        """
+
+    def own_weights(self) -> None:
+        """Makes all graphs independent of their files; called when all of them have run.
+
+        Raises:
+            StartupError: when the files have changed since the graphs were loaded.
+        """
