@@ -241,6 +241,8 @@ class App:
         with metrics_server(self._config, self._registry, take) as metrics_port:
             self._server = self._make_server()
             port = await self._server.start(self._config.host, self._config.port)
+            for name in self._models.names:
+                self._server.set_health(name, is_serving=False)
             self._models.watch(self._show_health)
             self._engine.start()
             try:

@@ -70,7 +70,7 @@ def build_engine(
     _check_device(folder, manifest, device)
     shape = model_shape(manifest)
     if limits.look_up and shape.speculation_obstacle:
-        _LOGGER.warning("%s: no tokens are guessed by look-up: %s", folder, shape.speculation_obstacle)
+        _LOGGER.warning("%s: no prompt-lookup speculation: %s", folder, shape.speculation_obstacle)
         limits = dataclasses.replace(limits, look_up=0)
     if limits.look_up:
         _refuse_speculation(folder, limits, find_obstacles(manifest, options))

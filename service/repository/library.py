@@ -109,6 +109,7 @@ class Library:
             released = await self._engine.remove(entry.queue, self._config.drain_grace_seconds)
             self._give_back_when(released, entry.part)
             self._models.remove(model)
+            del entry
             # A client that sees it unloaded may want its memory next.
             await asyncio.wait([released])
             # Sessions and buffers are large: reference cycles must not keep them until a later collection.

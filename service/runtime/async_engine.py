@@ -112,7 +112,8 @@ class AsyncEngine(ThreadClient):
         queue = ModelQueue(
             model, self._limits, self._metrics.for_model(model), recorder, engine, costs, self._rivals_of
         )
-        queue.learn(steps)
+        if steps:
+            queue.learn(steps)
         if self._thread is None:
             self._not_started[queue.engine] = engine
         else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -31,7 +32,7 @@ _MIN_RETRY_SECONDS = 0.05
 _MAX_RETRY_SECONDS = 60.0
 # One failed step may be a request's fault; so many in a row are the model's.
 _MAX_FAILURES = 3
-# Running and waiting requests, and the share of K/V memory they hold.
+# Running and waiting requests, and the bytes of K/V that they hold.
 _Load = tuple[int, int, float]
 _IDLE: _Load = (0, 0, 0.0)
 
@@ -80,8 +81,9 @@ class ModelQueue:
         self.use = CoreUse(limits.time_shares.get(model, 1.0))
         self._limits = limits
         self._rivals = rivals
-        # What the engines hold that are the model's: the one that serves it, and replaced ones until they are released.
+        # By engine: the one that serves the model, and replaced ones until they are released.
         self._loads: dict[EngineHandle, _Load] = {}
+        self._kv_bytes: dict[EngineHandle, int] = {}
         self._predict_by(costs)
         self.serve_by(engine, costs)
         self._taken: Counter[str] = Counter()
@@ -97,16 +99,19 @@ class ModelQueue:
         """
         self.engine = EngineHandle(self.model)
         self._loads[self.engine] = _IDLE
+        self._kv_bytes[self.engine] = engine.kv_memory_bytes
         self._num_failures = 0
         self.metrics.kv_memory(engine.kv_memory_bytes)
         self.metrics.max_draft_tokens(engine.max_draft_tokens)
         if steps or self.predictor.costs != costs:
             self._predict_by(costs)
+        if steps:
             self.learn(steps)
 
     def release(self, engine: EngineHandle) -> None:
         """A replaced engine has ended what it had."""
         self._loads.pop(engine, None)
+        self._kv_bytes.pop(engine, None)
 
     def owns(self, engine: EngineHandle) -> bool:
         """Whether an engine serves the model, or was replaced and still has requests of it."""
@@ -121,7 +126,7 @@ class ModelQueue:
         """Counts and records a step of one of the model's engines; the predictor learns from the one that serves."""
         stats = output.stats
         self.recorder.step_done(output, now)
-        self._loads[engine] = (stats.num_running, stats.num_waiting, stats.kv_usage_ratio)
+        self._loads[engine] = (stats.num_running, stats.num_waiting, stats.kv_usage_ratio * self._kv_bytes[engine])
         if engine is self.engine:
             self.predictor.step_done(stats)
         if len(self._loads) > 1:
@@ -151,7 +156,8 @@ class ModelQueue:
     @property
     def kv_usage_ratio(self) -> float:
         """Share of the model's K/V memory that running and preempted requests held after the last steps."""
-        return min(1.0, sum(ratio for _, _, ratio in self._loads.values()))
+        part = self._kv_bytes[self.engine]
+        return min(1.0, sum(held for _, _, held in self._loads.values()) / part) if part else 0.0
 
     @property
     def retry_after_seconds(self) -> float:
@@ -236,8 +242,12 @@ class ModelQueue:
         return self.use.as_rival(of.use.weight, self.predictor.work_seconds, now)
 
     def _predict_by(self, costs: CostModel) -> None:
+        # Without a reference of its own to the queue: a removed model's memory must not wait for garbage collection.
+        rivals, own = self._rivals, weakref.ref(self)
         patience = PATIENCE_SECONDS if self._limits.admits_by_deadline else None
-        self.predictor = LatencyPredictor(costs, self._limits.max_batch_size, patience, lambda: self._rivals(self))
+        self.predictor = LatencyPredictor(
+            costs, self._limits.max_batch_size, patience, lambda: () if (queue := own()) is None else rivals(queue)
+        )
         self.admission = DeadlineAdmission(self.predictor) if self._limits.admits_by_deadline else None
 
     def _show_cost_model(self) -> None:

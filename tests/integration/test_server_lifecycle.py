@@ -123,7 +123,7 @@ async def test_unexpected_error_of_a_handler_is_internal_and_told_to_the_log_alo
 async def test_health_follows_start_and_golden_cases() -> None:
     names = ["", "onward.v1.GenerationService", MODEL]
     async with running(verify=False) as server:
-        assert [await health(server, name) for name in names[:2]] == [NOT_SERVING] * 2
+        assert [await health(server, name) for name in names] == [NOT_SERVING] * 3
         error = await status_of(server.stream())
         assert server.metric("model_serving", model_name=MODEL) == 0
         await server.app.verify_all()

@@ -133,7 +133,7 @@ def test_a_model_with_rules_of_its_own_is_served_without_guesses_and_the_log_say
     (record,) = (record for record in caplog.records if record.name == "service.engine.factory")
     assert record.levelno == logging.WARNING
     assert record.getMessage() == (
-        f"{folder}: no tokens are guessed by look-up: rules of its own (suppressed_ids) hold for every output, "
+        f"{folder}: no prompt-lookup speculation: rules of its own (suppressed_ids) hold for every output, "
         "and rules count tokens as they come"
     )
 

@@ -209,3 +209,9 @@ def test_logprobs_do_not_feel_the_rules() -> None:
     rules = make_rules(params, StoppingParams(), (), [2])
     (result,) = Sampler().sample(row, [SampleRow(0, 0, 1, params, 0, 2, rules)])
     assert result == SampledToken(3, compute_logprobs(row[0], 3, 2))
+
+
+def test_row_that_is_not_finite_fails_whatever_its_rules() -> None:
+    row = np.array([[np.nan, 1.0, np.inf]], np.float32)
+    rules = make_rules(SamplingParams(allowed_token_ids=(1,)), StoppingParams(), (), ())
+    assert Sampler().sample(row, [SampleRow(0, 0, 1, SamplingParams(), 0, None, rules)]) == (None,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import weakref
 from dataclasses import replace
@@ -80,3 +81,27 @@ def test_removed_engine_is_dropped_before_its_release_is_reported() -> None:
     assert reported.wait(60.0)
     thread.stop()
     assert is_alive == [False]
+
+
+def test_removed_queue_leaves_its_memory_without_garbage_collection() -> None:
+    engine = make_engine({MODEL: fake_engine()}, QueueLimits(max_batch_size=SLOTS, max_queue_size=QUEUE))
+    former = weakref.ref(queue(engine))
+    gc.disable()
+    try:
+        del engine._entries[MODEL]
+        assert former() is None
+    finally:
+        gc.enable()
+
+
+async def test_kv_usage_is_of_the_new_engines_memory_while_the_former_one_still_holds_some() -> None:
+    def engine_of(num_bytes: int) -> Any:
+        return SimpleNamespace(kv_memory_bytes=num_bytes, max_draft_tokens=0, chunk_rules=fake_engine().chunk_rules)
+
+    costs = fake_costs(fake_engine().chunk_rules)
+    engine = make_engine({MODEL: engine_of(1000)}, QueueLimits(max_batch_size=SLOTS, max_queue_size=QUEUE))
+    own, stats = queue(engine), fake_engine().step().stats
+    own.step_done(own.engine, StepOutput((), replace(stats, kv_usage_ratio=0.5)), 0.0)
+    own.serve_by(engine_of(4000), costs)
+    own.step_done(own.engine, StepOutput((), replace(stats, kv_usage_ratio=0.25)), 0.0)
+    assert own.kv_usage_ratio == (500 + 1000) / 4000
