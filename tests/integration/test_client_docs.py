@@ -103,7 +103,7 @@ async def test_python_of_the_page_runs_and_prints_what_the_server_says(tmp_path:
     assert float(numbers[0]) < 0 < float(numbers[1])
     errors = printed[block_with("NotFound")].splitlines()
     assert errors[0] == "['sampling.top_p']"
-    assert errors[1].startswith("NOT_FOUND: model: 'nobody' is not served")
+    assert errors[1].startswith("NOT_FOUND: model: 'missing' is not served")
     assert printed[block_with("Tls(")].strip()[:10] == day[:10]
 
 
