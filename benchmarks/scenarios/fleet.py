@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.frame.errors import ArgumentError
 from benchmarks.frame.models import METRICS
 from benchmarks.frame.rounds import say
 from benchmarks.frame.scenario import ModelSettings, Results, Run, Scenario, option
@@ -50,10 +51,10 @@ def measure(settings: FleetSettings, run: Run) -> dict[str, Any]:
     """All of it.
 
     Raises:
-        RuntimeError: if the numbers of servers are fewer than two, or do not rise.
+        ArgumentError: if the numbers of servers are fewer than two, or do not rise.
     """
     if len(settings.servers) < 2 or list(settings.servers) != sorted(set(settings.servers)):
-        raise RuntimeError(f"--servers must be two rising numbers or more, got {settings.servers}")
+        raise ArgumentError(f"--servers must be two rising numbers or more, got {settings.servers}")
     server, metrics = measure_server(settings, run)
     envoys = [measure_envoy(number, settings) for number in settings.servers]
     prometheuses = [measure_prometheus(number, metrics, settings) for number in settings.servers]
