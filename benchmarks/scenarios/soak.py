@@ -398,7 +398,8 @@ def render(results: Results) -> str:
         lines += [
             "",
             f"**{name.capitalize()}**{quick}: {run['seconds'] / 60:g} minutes{machine} at "
-            f"{run['offered_per_second']:.0f} requests a second, of {run['capacity_per_second']:.0f} that the server can answer{seeded}.",
+            f"{run['offered_per_second']:.0f} requests a second, of {run['capacity_per_second']:.0f} that the server "
+            f"can answer{seeded}.",
             f"{describe(run)}.",
         ]
     return "\n".join(lines)
