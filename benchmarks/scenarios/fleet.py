@@ -295,8 +295,8 @@ def render(results: Results) -> str:
         *table("servers|health checks/s|of a core|of the servers' core|memory|descriptors", envoys),
         "",
         f"One more server costs {envoy['bytes_per_server'] / _KILOBYTE:.0f} kB and "
-        f"{envoy['descriptors_per_server']:.1f} sockets; a health check {microseconds(envoy['cpu_seconds_per_check'], 1)} "
-        f"of processor time, a unary call {microseconds(envoy['cpu_seconds_per_call'], 1)}.",
+        f"{envoy['descriptors_per_server']:.1f} sockets; a health check "
+        f"{microseconds(envoy['cpu_seconds_per_check'], 1)} of processor time, a unary call {microseconds(envoy['cpu_seconds_per_call'], 1)}.",
         "",
         "## Prometheus",
         "",
@@ -305,8 +305,8 @@ def render(results: Results) -> str:
         *table("servers|series|samples/s|of a core|memory|all rules, once", prometheuses),
         "",
         f"A series costs {prometheus['bytes_per_series'] / _KILOBYTE:.1f} kB of memory, a sample "
-        f"{microseconds(prometheus['cpu_seconds_per_sample'], 1)} of processor time with the rules, and one more server "
-        f"{milliseconds(prometheus['rule_seconds_per_server'])} of each evaluation.",
+        f"{microseconds(prometheus['cpu_seconds_per_sample'], 1)} of processor time with the rules, and one more "
+        f"server {milliseconds(prometheus['rule_seconds_per_server'])} of each evaluation.",
     ]
     return "\n".join(lines)
 
