@@ -11,9 +11,10 @@
     small      speed of the 110 M model, without promises
 
 Every part is a process of its own with the present interpreter; nothing is installed and no network is used. A part
-that fails or exceeds the remaining budget does not stop the next. `--quick` runs small sizes; `--device cpu` runs
-everything at small sizes without a card. `--resume` keeps speed that was measured in FOLDER. The last line on stdout
-is one JSON object. Exit status: 0 if all parts passed.
+that fails or exceeds the remaining budget does not stop the next. A part with a skipped test fails: without a card
+nothing was checked. `--quick` runs small sizes; `--device cpu` runs everything at small sizes without a card.
+`--resume` keeps speed that was measured in FOLDER. The last line on stdout is one JSON object: `parts` says which
+passed, `details` why not, in how many seconds, and what was found. Exit status: 0 if all parts passed.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = Path("build/gpu-check")
@@ -49,15 +51,16 @@ def main(arguments: Sequence[str]) -> int:
     """Runs parts, prints the verdict."""
     options = _parse(arguments)
     ends = time.monotonic() + options.budget
-    parts = {}
+    details = {}
     for part in [part for part in PARTS if not options.only or part in options.only]:
         _say(f"== {part}")
-        parts[part] = run_part(command_of(part, options), max(1.0, ends - time.monotonic()))
+        details[part] = run_part(command_of(part, options), max(1.0, ends - time.monotonic()), _report(part, options))
         if part == "speed" and not _is_small(options):
-            parts[part]["promises"] = promises(parts[part]["found"].get("rows", []))
-            parts[part]["passed"] &= all(parts[part]["promises"].values())
-    is_passed = all(each["passed"] for each in parts.values())
-    print(json.dumps({"passed": is_passed, "parts": parts, "results": str(options.out)}))
+            details[part]["promises"] = promises(details[part]["found"].get("rows", []))
+            details[part]["passed"] &= all(details[part]["promises"].values())
+    parts = {part: each["passed"] for part, each in details.items()}
+    is_passed = all(parts.values())
+    print(json.dumps({"passed": is_passed, "parts": parts, "details": details, "results": str(options.out)}))
     return 0 if is_passed else 1
 
 
@@ -66,7 +69,8 @@ def command_of(part: str, options: argparse.Namespace) -> list[str]:
     python, device = [sys.executable, "-X", "faulthandler", "-m"], options.device
     if part in TESTED:
         chosen = {"cpu": "not gpu", "cuda": "gpu and not slow" if options.quick else "gpu"}[device]
-        return [*python, "pytest", f"tests/gpu/test_{part}.py", "-m", chosen, "-q", "-n", "0", "-p", "no:randomly"]
+        flags = ["-m", chosen, "-q", "-n", "0", "-p", "no:randomly", f"--junitxml={_report(part, options)}"]
+        return [*python, "pytest", f"tests/gpu/test_{part}.py", *flags]
     build, is_small = options.out / part, _is_small(options)
     precision = "fp32" if device == "cpu" else "bf16"
     model = TINY if is_small else SMALL if part == "small" else LARGE
@@ -80,8 +84,11 @@ def command_of(part: str, options: argparse.Namespace) -> list[str]:
     return [*python, "benchmarks", "run", "bench", *flags]
 
 
-def run_part(command: Sequence[str], seconds: float) -> dict[str, Any]:
-    """Runs a command for so long at most: whether it passed, why not, and the JSON object on its last line."""
+def run_part(command: Sequence[str], seconds: float, report: Path | None = None) -> dict[str, Any]:
+    """Runs a command for so long at most: whether it passed, why not, and the JSON object on its last line.
+
+    Where it is pytest, `report` is its JUnit XML.
+    """
     began = time.monotonic()
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, process_group=0) as process:
         try:
@@ -95,7 +102,9 @@ def run_part(command: Sequence[str], seconds: float) -> dict[str, Any]:
                 os.killpg(process.pid, signal.SIGKILL)
                 output, _ = process.communicate()
             why = f"not done in {seconds:.0f} s"
-    _say(output.rstrip())
+    if report and not why:
+        why = unchecked(report)
+    _say("\n".join([output.rstrip(), why]).rstrip())
     lines = output.strip().splitlines()
     found: dict[str, Any] = json.loads(lines[-1]) if lines and lines[-1].startswith("{") else {}
     # A quick run promises nothing; a row without a value is a failure.
@@ -103,6 +112,16 @@ def run_part(command: Sequence[str], seconds: float) -> dict[str, Any]:
     is_kept = found.get("is_quick", False) or found.get("passed", True)
     is_measured = bool(not why and is_kept and all(row["value"] is not None for row in rows))
     return {"passed": is_measured, "why": why, "seconds": round(time.monotonic() - began, 1), "found": found}
+
+
+def unchecked(report: Path) -> str:
+    """Why a run of pytest that exited with 0 checked too little, or ""."""
+    found = ElementTree.parse(report)  # noqa: S314 (pytest wrote it)
+    num_tests = len(list(found.iter("testcase")))
+    skipped = [each.get("message", "") for each in found.iter("skipped")]
+    if skipped:
+        return f"{len(skipped)} of {num_tests} tests were skipped: {'; '.join(sorted(set(skipped)))}"
+    return "" if num_tests else "no test ran"
 
 
 def promises(rows: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
@@ -127,6 +146,10 @@ def promises(rows: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
         what = f"batch {batch} decodes faster than compiled transformers"
         kept[what] = bool(ours and theirs and ours > theirs)
     return kept
+
+
+def _report(part: str, options: argparse.Namespace) -> Path | None:
+    return ROOT / options.out / f"{part}.xml" if part in TESTED else None
 
 
 def _is_small(options: argparse.Namespace) -> bool:

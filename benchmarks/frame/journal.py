@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
+from benchmarks.frame.errors import ArgumentError
+
 Entry = Mapping[str, Any]
 
 
@@ -22,8 +24,10 @@ class Journal:
     def open(cls, path: Path, head: Mapping[str, Any], *, resume: bool) -> Self:
         """Begins a journal, or resumes one with the same facts. A torn last line is dropped.
 
+        The file is replaced as a whole: a kill meanwhile loses no measurement.
+
         Raises:
-            RuntimeError: if there is nothing to resume, or it has other facts.
+            ArgumentError: if there is nothing to resume, or it has other facts.
         """
         facts = json.loads(json.dumps(head, default=str))
         kept = []
@@ -31,12 +35,17 @@ class Journal:
             try:
                 first, *entries = _read(path)
             except (OSError, ValueError) as error:
-                raise RuntimeError(f"nothing to resume: {error}") from error
+                raise ArgumentError(f"nothing to resume: {error}") from error
             if first != facts:
-                raise RuntimeError(f"{path} is of other settings: run without --resume")
+                raise ArgumentError(f"{path} is of other settings: run without --resume")
             kept = [entry for entry in entries if not _has_failed(entry)]
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(json.dumps(each) + "\n" for each in (facts, *kept)), encoding="utf-8")
+        beside = path.with_name(f"{path.name}.new")
+        with beside.open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps(each) + "\n" for each in (facts, *kept))
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
         return cls(path, kept)
 
     def record(self, entry: Entry) -> None:

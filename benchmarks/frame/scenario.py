@@ -23,6 +23,7 @@ from typing import Any, Generic, TypeVar, get_args, get_type_hints
 
 from benchmarks import scenarios
 from benchmarks.frame import models
+from benchmarks.frame.errors import ArgumentError
 from benchmarks.frame.journal import Journal
 from benchmarks.frame.models import Subject
 from loadtest.machine import describe
@@ -46,7 +47,7 @@ def option(
     Args:
         default: its value unless given; without one it is a positional argument.
         text: help; a field without help is not on the command line.
-        flag: the option's name; default: the field's.
+        flag: the option's names, separated by spaces; default: the field's.
         least: smallest number.
         above: numbers must exceed this.
         choices: allowed values.
@@ -99,7 +100,7 @@ class Run:
         """The journal of a run with these facts; a new one unless the run resumes.
 
         Raises:
-            RuntimeError: if there is no journal to resume, or it has other facts.
+            ArgumentError: if there is no journal to resume, or it has other facts.
         """
         return Journal.open(self.build / f"{name}.jsonl", head, resume=self.resume)
 
@@ -115,11 +116,12 @@ class Scenario(Generic[_Settings]):
     Args:
         module: `__name__` of its module.
         settings: dataclass of `option` fields.
-        measure: returns JSON-ready results; `RuntimeError` if it cannot be measured.
+        measure: returns JSON-ready results; `RuntimeError` if it cannot be measured, `ArgumentError` if not as given.
         render: the Markdown document, without the command that measured it.
         draw: the picture, as SVG.
         caption: the picture's alternative text.
         picture_only: results that only the picture needs.
+        merge: data to write, from what was written before and the results; default: the results.
         printed: results on the last line of stdout; default: all.
         must_hold: whether the exit status is 1 where `passed` is false.
         is_resumable: whether `--resume` is offered.
@@ -132,6 +134,7 @@ class Scenario(Generic[_Settings]):
     draw: Callable[[Results], str] | None = None
     caption: str = ""
     picture_only: Collection[str] = ()
+    merge: Callable[[Results, Results], Results] | None = None
     printed: Collection[str] = ()
     must_hold: bool = False
     is_resumable: bool = False
@@ -154,7 +157,7 @@ class Scenario(Generic[_Settings]):
             found = self.measure(settings, run)
         except RuntimeError as error:
             print(f"{self.name}: {error}", file=sys.stderr)
-            return 1
+            return 2 if isinstance(error, ArgumentError) else 1
         facts = {"scenario": self.name, "version": models.version(), "is_quick": run.is_quick, "machine": describe()}
         given = json.loads(json.dumps(asdict(settings), default=str))  # type: ignore[call-overload]
         results = {**facts, "seconds": round(time.monotonic() - began, 1), "settings": given, **found}
@@ -167,13 +170,15 @@ class Scenario(Generic[_Settings]):
     def write(self, results: Results, folder: Path, command: str) -> None:
         """Writes document, data and picture, side by side."""
         folder.mkdir(parents=True, exist_ok=True)
+        data, is_quick = folder / f"{self.name}.json", results["is_quick"]
+        if self.merge is not None:
+            results = self.merge(json.loads(data.read_text(encoding="utf-8")) if data.exists() else {}, results)
         kept = {key: value for key, value in results.items() if key not in self.picture_only}
-        text = json.dumps(kept, indent=1, allow_nan=False)
-        (folder / f"{self.name}.json").write_text(text + "\n", encoding="utf-8")
+        data.write_text(json.dumps(kept, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         if self.draw is not None:
             (folder / f"{self.name}.svg").write_text(self.draw(results), encoding="utf-8")
         if self.render is not None:
-            trial = "**A quick run, to see that it works: its figures say nothing.**\n\n" * results["is_quick"]
+            trial = "**A quick run, to see that it works: its figures say nothing.**\n\n" * is_quick
             picture = f"![{self.caption}]({self.name}.svg)\n\n" if self.draw is not None else ""
             document = f"{self.render(results).rstrip()}\n\n{picture}{trial}Measured by `{command}`.\n"
             (folder / f"{self.name}.md").write_text(document, encoding="utf-8")
@@ -234,23 +239,24 @@ def _add(parser: argparse.ArgumentParser, each: Field[Any], hint: Any) -> None:
     is_many = get_args(hint)[1:] == (...,)
     kind = get_args(hint)[0] if is_many else hint
     if kind is bool:
-        parser.add_argument(_flag(each), dest=each.name, action="store_true", help=about["text"])
+        parser.add_argument(*_flags(each), dest=each.name, action="store_true", help=about["text"])
         return
     read = _reader(kind, about["least"], about["above"], about["choices"])
     if each.default is MISSING:
         parser.add_argument(each.name, type=read, nargs="+" if is_many else None, help=about["text"])
         return
     parser.add_argument(
-        _flag(each),
+        *_flags(each),
         dest=each.name,
+        action="extend" if is_many else "store",
         metavar=kind.__name__.upper() + ",…" * is_many,
         type=(lambda text: [read(part) for part in text.split(",") if part]) if is_many else read,
         help=f"{about['text']} (default: {','.join(map(str, each.default)) if is_many else each.default})",
     )
 
 
-def _flag(each: Field[Any]) -> str:
-    return "--" + (each.metadata["flag"] or each.name.replace("_", "-"))
+def _flags(each: Field[Any]) -> list[str]:
+    return [f"--{name}" for name in (each.metadata["flag"] or each.name.replace("_", "-")).split()]
 
 
 def _reader(kind: Any, least: float | None, above: float | None, choices: Collection[str]) -> Callable[[str], Any]:

@@ -18,9 +18,9 @@ def milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:.1f} ms"
 
 
-def microseconds(seconds: float) -> str:
+def microseconds(seconds: float, digits: int = 0) -> str:
     """With unit."""
-    return f"{1e6 * seconds:,.0f} µs"
+    return f"{1e6 * seconds:,.{digits}f} µs"
 
 
 def verdict(holds: object) -> str:

@@ -137,7 +137,7 @@ CASES: tuple[Case, ...] = (
          model={"tie_word_embeddings": False, "encoder_attention_heads": 2, "decoder_attention_heads": 2}),
     Case(name="marian-shared", family="marian", says="one vocabulary, scaled embeddings, SiLU, a word forbidden",
          model={"scale_embedding": True, "activation_function": "swish"}, generation={"bad_words_ids": [[159]]}),
-    Case(name="marian-apart", family="marian", says="two vocabularies, ReLU, 5 heads of 8, renormalised",
+    Case(name="marian-apart", family="marian", says="two vocabularies, ReLU, 5 heads of 8, renormalized",
          model={"share_encoder_decoder_embeddings": False, "vocab_size": 140, "decoder_vocab_size": 160,
                 "activation_function": "relu", "d_model": 40, "encoder_attention_heads": 5,
                 "decoder_attention_heads": 5, "pad_token_id": 139, "decoder_start_token_id": 139},

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from matplotlib.axes import Axes
 
+from benchmarks.frame.errors import ArgumentError
 from benchmarks.frame.pictures import drawing
 from benchmarks.frame.rounds import say
 from benchmarks.frame.scenario import Results, Run, Scenario, cores, option
@@ -37,7 +38,7 @@ class AblationSettings:
     seeds: int = option(3, "runs of each row", least=1, quick=1)
     steps: int = option(0, "updates of each run; 0: what each experiment has", least=0, quick=4)
     jobs: int = option(cores(), "runs side by side", least=1)
-    overrides: tuple[str, ...] = option((), "KEY=VALUE in every run")
+    overrides: tuple[str, ...] = option((), "KEY=VALUE in every run", flag="overrides set")
 
 
 def measure(settings: AblationSettings, run: Run) -> dict[str, Any]:
@@ -46,7 +47,7 @@ def measure(settings: AblationSettings, run: Run) -> dict[str, Any]:
         rows = [row for row in ROWS if row.name in settings.rows]
         runs = plan(rows, settings.seeds, steps=settings.steps or None, overrides=settings.overrides)
     except RecipeError as error:
-        raise RuntimeError(str(error)) from error
+        raise ArgumentError(str(error)) from error
     facts = {"versions": versions(), "code": code_hash(), "steps": settings.steps, "overrides": settings.overrides}
     journal = run.journal("ablation", facts)
     records = {(entry["row"], entry["seed"]): entry for entry in journal.entries}

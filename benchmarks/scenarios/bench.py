@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.frame import models
+from benchmarks.frame.errors import ArgumentError
 from benchmarks.frame.journal import Entry, Journal
 from benchmarks.frame.models import digest, draw, make_checkpoint
 from benchmarks.frame.roofline import best_limits, roofline
@@ -363,14 +364,15 @@ def make_weights(source: str, build: Path, *, is_fresh: bool, is_in_place: bool)
         is_in_place: whether all systems read our checkpoint.
 
     Raises:
-        RuntimeError: if there is no such model, peers do not know it, or the weights cannot be made.
+        ArgumentError: if there is no such model, or peers do not know it.
+        RuntimeError: if the weights cannot be made.
     """
     try:
         recipe = resolve(source)
         if not is_in_place:
             hf_folder.family(recipe.model)
     except ValueError as error:
-        raise RuntimeError(str(error)) from error
+        raise ArgumentError(str(error)) from error
     folder = build / "models" / f"{recipe.name}-{digest(recipe.model)}"
     checkpoint, hugging_face = folder / "checkpoint", folder / recipe.name
     make_checkpoint(source, checkpoint)
@@ -388,7 +390,7 @@ def measure(settings: BenchSettings, run: Run) -> dict[str, Any]:
     is_in_place = settings.in_place or settings.device == "cuda"
     systems = CUDA_SYSTEMS if is_in_place else SYSTEMS
     if unknown := [name for name in settings.systems if name not in systems]:
-        raise RuntimeError(f"on {settings.device} there is no {', '.join(unknown)}, there are {', '.join(systems)}")
+        raise ArgumentError(f"on {settings.device} there is no {', '.join(unknown)}, there are {', '.join(systems)}")
     weights = {
         Path(source).stem: make_weights(source, run.build, is_fresh=not run.resume, is_in_place=is_in_place)
         for source in settings.models

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.frame.errors import ArgumentError
 from benchmarks.frame.models import METRICS
 from benchmarks.frame.rounds import say
 from benchmarks.frame.scenario import ModelSettings, Results, Run, Scenario, option
@@ -50,10 +51,10 @@ def measure(settings: FleetSettings, run: Run) -> dict[str, Any]:
     """All of it.
 
     Raises:
-        RuntimeError: if the numbers of servers are fewer than two, or do not rise.
+        ArgumentError: if the numbers of servers are fewer than two, or do not rise.
     """
     if len(settings.servers) < 2 or list(settings.servers) != sorted(set(settings.servers)):
-        raise RuntimeError(f"--servers must be two rising numbers or more, got {settings.servers}")
+        raise ArgumentError(f"--servers must be two rising numbers or more, got {settings.servers}")
     server, metrics = measure_server(settings, run)
     envoys = [measure_envoy(number, settings) for number in settings.servers]
     prometheuses = [measure_prometheus(number, metrics, settings) for number in settings.servers]
@@ -287,15 +288,15 @@ def render(results: Results) -> str:
         f"{server['start_seconds']:.1f} s after its start, an artifact of "
         f"{server['artefact_bytes'] / _MEGABYTE:.0f} MB, with {server['pss_bytes'] / _MEGABYTE:.0f} MB of memory and "
         f"{server['descriptors']:.0f} descriptors. Its metrics have {server['samples']:.0f} samples, and a health "
-        f"check takes {microseconds(server['cpu_seconds_per_check'])} of processor time.",
+        f"check takes {microseconds(server['cpu_seconds_per_check'], 1)} of processor time.",
         "",
         "## Envoy",
         "",
         *table("servers|health checks/s|of a core|of the servers' core|memory|descriptors", envoys),
         "",
         f"One more server costs {envoy['bytes_per_server'] / _KILOBYTE:.0f} kB and "
-        f"{envoy['descriptors_per_server']:.1f} sockets; a health check {microseconds(envoy['cpu_seconds_per_check'])} "
-        f"of processor time, a unary call {microseconds(envoy['cpu_seconds_per_call'])}.",
+        f"{envoy['descriptors_per_server']:.1f} sockets; a health check "
+        f"{microseconds(envoy['cpu_seconds_per_check'], 1)} of processor time, a unary call {microseconds(envoy['cpu_seconds_per_call'], 1)}.",
         "",
         "## Prometheus",
         "",
@@ -304,8 +305,8 @@ def render(results: Results) -> str:
         *table("servers|series|samples/s|of a core|memory|all rules, once", prometheuses),
         "",
         f"A series costs {prometheus['bytes_per_series'] / _KILOBYTE:.1f} kB of memory, a sample "
-        f"{microseconds(prometheus['cpu_seconds_per_sample'])} of processor time with the rules, and one more server "
-        f"{milliseconds(prometheus['rule_seconds_per_server'])} of each evaluation.",
+        f"{microseconds(prometheus['cpu_seconds_per_sample'], 1)} of processor time with the rules, and one more "
+        f"server {milliseconds(prometheus['rule_seconds_per_server'])} of each evaluation.",
     ]
     return "\n".join(lines)
 

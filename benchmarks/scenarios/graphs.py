@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.frame.errors import ArgumentError
 from benchmarks.frame.rounds import say, shuffled
 from benchmarks.frame.scenario import Run, Scenario, Settings, option
 from model import kernels
@@ -58,10 +59,10 @@ def measure(settings: GraphsSettings, _: Run) -> dict[str, Any]:
     """Every case on every graph.
 
     Raises:
-        RuntimeError: if an artifact cannot be timed.
+        ArgumentError: if an artifact cannot be timed.
     """
     if "kernels" in settings.variants and not kernels.operators():
-        raise RuntimeError(f"no kernels to time: {kernels.why_not() or 'this processor can run none'}")
+        raise ArgumentError(f"no kernels to time: {kernels.why_not() or 'this processor can run none'}")
     cases = [(kind, *_pair(text)) for kind in ("prefill", "decode") for text in getattr(settings, kind)]
     rows = max((first for kind, first, _ in cases if kind == "decode"), default=1)
     capacity = max((second + 1 if kind == "decode" else first for kind, first, second in cases), default=1)
@@ -72,7 +73,7 @@ def measure(settings: GraphsSettings, _: Run) -> dict[str, Any]:
             for variant in settings.variants:
                 graphs[f"{folder} {variant}"] = Graph(folder, manifest, settings.threads, rows, capacity, variant)
     except (ArtifactError, ValueError) as error:
-        raise RuntimeError(str(error)) from error
+        raise ArgumentError(str(error)) from error
     found, shares = {}, {}
     for kind, first, second in cases:
         case = f"{kind} {first}:{second}"

@@ -61,7 +61,9 @@ class PredictionSettings(Settings):
     The server has `batch` rows, fewer than are `in_flight` under load, so that there is a queue.
     """
 
-    models: tuple[str, ...] = option((), f"presets or artifacts' folders; none: {_PRESET} and what is under {_TRAINED}")
+    models: tuple[str, ...] = option(
+        (), f"presets or artifacts' folders; none: {_PRESET} and what is under {_TRAINED}", flag="models model"
+    )
     requests: int = option(300, "one at a time", least=1, quick=30)
     warm_seconds: float = option(60.0, "of warm-up", flag="warm", least=0.0, quick=3.0)
     load_seconds: float = option(30.0, "under load", flag="load", least=0.1, quick=3.0)

@@ -44,7 +44,7 @@ class PrefixSettings(ModelSettings):
     suffix_most: int = option(64)
     requests: int = option(50, "for each prefix", least=2, quick=8)
     in_flight: int = option(8, "concurrent requests", least=1)
-    repeats: int = option(5, "", least=1, quick=1)
+    repeats: int = option(5, "each with new prefixes", least=1, quick=1)
 
 
 def measure(settings: PrefixSettings, run: Run) -> dict[str, Any]:

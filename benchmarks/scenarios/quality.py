@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.frame.engine import greedy_request, load_engine, serve
+from benchmarks.frame.errors import ArgumentError
 from benchmarks.frame.rounds import say
 from benchmarks.frame.scenario import Run, Scenario, Settings, option
 from model import checkpoint, evaluate
@@ -83,13 +84,13 @@ def measure(settings: QualitySettings, _: Run) -> dict[str, Any]:
     """The checkpoint, then its artifacts.
 
     Raises:
-        RuntimeError: if they cannot be compared.
+        ArgumentError: if they cannot be compared.
     """
     try:
         source = checkpoint.load(settings.checkpoint)
         artifacts = [(folder, _matching(folder, source)) for folder in settings.artifacts]
     except (checkpoint.CheckpointError, artifact.ArtifactError) as error:
-        raise RuntimeError(str(error)) from error
+        raise ArgumentError(str(error)) from error
     how = _measure(source, settings)
     say(f"{how.name} of {how.data}")
     weights = (settings.checkpoint / checkpoint.WEIGHTS).stat().st_size
@@ -113,7 +114,7 @@ def _measure(source: Checkpoint, settings: QualitySettings) -> Measure:
             lambda folder, manifest: bits_per_byte(folder, manifest, texts, settings.threads),
         )
     if not isinstance(model, EncoderDecoder):
-        raise RuntimeError(f"{source.folder} was trained on {data.get('name')}, there is no measure for that")
+        raise ArgumentError(f"{source.folder} was trained on {data.get('name')}, there is no measure for that")
     reader, writer = Tokenizer.load(source.tokenizer), Tokenizer.load(source.target_tokenizer)
     if data.get("name") == DataSource.DATES:
         examples = dates.held_out(settings.num_dates, _DATES_SEED)
@@ -132,12 +133,12 @@ def _measure(source: Checkpoint, settings: QualitySettings) -> Measure:
             lambda folder, _: share(translate(folder, sources, new, writer, settings.threads)),
         )
     if not settings.recipe:
-        raise RuntimeError(f"{source.folder} was trained on {data.get('name')}: give --recipe for its held-out pairs")
+        raise ArgumentError(f"{source.folder} was trained on {data.get('name')}: give --recipe for its held-out pairs")
     overrides = [f"paths={json.dumps([str(settings.corpus)])}"] if settings.corpus else []
     recipe = resolve(settings.recipe, overrides)
     held_out = hold_out(source, recipe.data, settings.num_pairs) if recipe.data else []
     if not held_out:
-        raise RuntimeError(f"{settings.recipe} has no held-out pairs that fit the model")
+        raise ArgumentError(f"{settings.recipe} has no held-out pairs that fit the model")
     sources, references = [ids for ids, _ in held_out], [reference for _, reference in held_out]
     new = [len(ids) + _EXTRA_TOKENS["pairs"] for ids in sources]
 
@@ -207,7 +208,7 @@ def held_out_text(num_bytes: int) -> list[str]:
 def _matching(folder: Path, source: Checkpoint) -> Manifest:
     manifest = artifact.load(folder)
     if manifest.config != source.config:
-        raise RuntimeError(f"{folder} holds another model than {source.folder}")
+        raise ArgumentError(f"{folder} holds another model than {source.folder}")
     return manifest
 
 

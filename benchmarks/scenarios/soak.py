@@ -9,7 +9,7 @@ the server must hold no request, no K/V, and no descriptor, thread or task more 
 
 `--leak-mb-per-hour` makes the server leak that much (`infra.leaking_server`), which the same check must find: lower
 bound above zero, upper bound above the limit. Exit status 1 if something grew or is held, or if a seeded leak is not
-found.
+found. The results of both runs are in one file.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ _HELD = ("onward_num_requests_running", "onward_num_requests_waiting", "onward_k
 _GOOD_ENDS = {"OK": "answered", "CANCELLED": "canceled"}
 _MEGABYTE = 1e6
 _STOP_SECONDS = 60.0
+_CLEAN, _SEEDED = "as it is", "with a leak"
 
 
 @dataclass(slots=True)
@@ -349,7 +350,22 @@ def measure(settings: SoakSettings, _: Run) -> dict[str, Any]:
         )
         found |= {"leak_mb_per_hour": settings.leak_mb_per_hour, "exit_status": stop(server.process)}
     found["verdict"], found["passed"] = judge(found, settings.leak_mb_per_hour)
+    say(describe(found))
     return found
+
+
+def describe(run: Results) -> str:
+    """One run's verdict on memory, how its requests ended, and its problems."""
+    return (
+        f"{run['verdict']}: {run['mb_per_hour']:.1f} MB an hour, 95 % between {run['mb_per_hour_low']:.1f} and "
+        f"{run['mb_per_hour_high']:.1f}; {run['ends']}; {'; '.join(run['problems']) or 'nothing is held'}"
+    )
+
+
+def merge(earlier: Results, results: Results) -> dict[str, Any]:
+    """The last run without a leak and the last one with a leak."""
+    runs = {**earlier, _SEEDED if results["leak_mb_per_hour"] else _CLEAN: results}
+    return {name: runs[name] for name in (_CLEAN, _SEEDED) if name in runs}
 
 
 @contextmanager
@@ -373,32 +389,36 @@ def stop(process: subprocess.Popen[str]) -> int:
 
 
 def render(results: Results) -> str:
-    """The document."""
-    leak = results["leak_mb_per_hour"]
-    lines = [
-        "# Soak",
-        "",
-        f"{results['seconds'] / 60:g} minutes at {results['offered_per_second']:.0f} requests a second, of "
-        f"{results['capacity_per_second']:.0f} that the server can answer, on {results['machine']['processor']}"
-        f"{f'; a leak of {leak:g} MB an hour was seeded' if leak else ''}.",
-        "",
-        f"Memory without K/V: {results['mb_per_hour']:+.1f} MB an hour, 95 % between {results['mb_per_hour_low']:.1f} "
-        f"and {results['mb_per_hour_high']:.1f}: {results['verdict']}. Requests ended as {results['ends']}. "
-        f"{'; '.join(results['problems']) or 'Nothing is held'}.",
-    ]
+    """The document: a paragraph for each run."""
+    lines = ["# Soak", "", "Memory without K/V. A run replaces the earlier one of its name."]
+    for name, run in results.items():
+        seeded = f"; a leak of {run['leak_mb_per_hour']:g} MB an hour was seeded" if run["leak_mb_per_hour"] else ""
+        quick = " (a quick run)" if run.get("is_quick") else ""
+        machine = f" on {run['machine']['processor']}" if "machine" in run else ""
+        lines += [
+            "",
+            f"**{name.capitalize()}**{quick}: {run['seconds'] / 60:g} minutes{machine} at "
+            f"{run['offered_per_second']:.0f} requests a second, of {run['capacity_per_second']:.0f} that the server "
+            f"can answer{seeded}.",
+            f"{describe(run)}.",
+        ]
     return "\n".join(lines)
 
 
 def draw_picture(results: Results) -> str:
-    """Memory over time, and the line through it."""
-    minutes = np.array(results["samples"]["seconds"]) / 60
-    megabytes = np.array(results["samples"]["other_bytes"]) / _MEGABYTE
-    slope_ = results["mb_per_hour"]
-    label = f"{slope_:+.1f} MB/h ({results['mb_per_hour_low']:.1f} to {results['mb_per_hour_high']:.1f})"
+    """Memory over time of every run, and the line through it."""
     with drawing("soak", 7.0, 2.4) as (figure, svg):
         axes = figure.subplots()
-        axes.plot(minutes, megabytes, ".", markersize=3, color="#0072B2", label=label)
-        axes.plot(minutes, megabytes.mean() + slope_ / 60 * (minutes - minutes.mean()), color="#0072B2", linewidth=1.0)
+        for name, run in results.items():
+            color = {_CLEAN: "#0072B2", _SEEDED: "#D55E00"}[name]
+            minutes = np.array(run["samples"]["seconds"]) / 60
+            megabytes = np.array(run["samples"]["other_bytes"]) / _MEGABYTE
+            seeded = f",\n{run['leak_mb_per_hour']:.0f} MB/h seeded" if run["leak_mb_per_hour"] else ""
+            low, high = run["mb_per_hour_low"], run["mb_per_hour_high"]
+            label = f"{run['mb_per_hour']:+.1f} MB/h ({low:.1f} to {high:.1f}){seeded}"
+            axes.plot(minutes, megabytes, ".", markersize=3, color=color, label=label)
+            line = megabytes.mean() + run["mb_per_hour"] / 60 * (minutes - minutes.mean())
+            axes.plot(minutes, line, color=color, linewidth=1.0)
         axes.set_xlabel("minutes under load")
         axes.set_ylabel("memory without K/V, MB")
         axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
@@ -413,5 +433,6 @@ SCENARIO = Scenario(
     draw_picture,
     caption="Memory over time",
     picture_only=("samples",),
+    merge=merge,
     must_hold=True,
 )

@@ -14,7 +14,7 @@ from model.spec.artifact import CUDA_PRECISIONS, Device, Precision
 from tests.artifacts import keep_operator_table
 from tests.gpu.subjects import Subject, configs
 
-_CARD = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))
+_CARD = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device that answers"))
 _TINY, _LARGE = ("tiny", "tiny-encoder-decoder"), ("llama-110m", "en-de-25m")
 _CASES = [
     *((name, Device.CPU, Precision.FP32, ()) for name in _TINY),

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks.frame import scenario
+from benchmarks.frame.errors import ArgumentError
 from benchmarks.frame.journal import Journal
 from benchmarks.frame.rounds import interleaved, shuffled
 from benchmarks.frame.scenario import Run, Scenario, Settings, option
@@ -25,7 +26,7 @@ class SheepSettings(Settings):
     field: Path = option(text="where they are")  # noqa: RUF009
     names: tuple[str, ...] = option(("dolly",), "of sheep", choices=("dolly", "shaun"))
     pens: tuple[int, ...] = option((4, 9), "sizes", least=1, quick=(2,))
-    seconds: float = option(9.0, "to count for", flag="for", above=0.0, quick=1.0)
+    seconds: float = option(9.0, "to count for", flag="for while", above=0.0, quick=1.0)
     wool: bool = option(False, "weigh it too")
     hidden: int = option(5, quick=1)
 
@@ -33,6 +34,8 @@ class SheepSettings(Settings):
 def count(settings: SheepSettings, run: Run) -> dict[str, Any]:
     if "shaun" in settings.names:
         raise RuntimeError("shaun is away")
+    if settings.field == Path("sea"):
+        raise ArgumentError("there is no sheep in the sea")
     return {"count": len(settings.names), "points": [1.5], "passed": not run.is_quick}
 
 
@@ -60,6 +63,8 @@ def test_settings_are_options_and_what_is_not_given_is_default_or_under_quick_sm
     settings, run, _ = SHEEP.parse(["hill", "--for", "2.5", "--pens", "7,8", "--threads", "3", "--wool", "--docs"])
     assert settings == SheepSettings(field=Path("hill"), pens=(7, 8), seconds=2.5, threads=3, wool=True)
     assert (run.is_quick, run.resume) == (False, False)
+    repeated, *_ = SHEEP.parse(["hill", "--while", "2.5", "--pens", "7", "--pens", "8", "--threads", "3", "--wool"])
+    assert repeated == settings
     settings, run, _ = SHEEP.parse(["hill", "--quick", "--for", "3", "--resume"])
     assert settings == SheepSettings(field=Path("hill"), pens=(2,), seconds=3.0, hidden=1), "given options win"
     assert (run.is_quick, run.resume) == (True, True)
@@ -70,7 +75,7 @@ def test_settings_are_options_and_what_is_not_given_is_default_or_under_quick_sm
     [
         (["hill", "--threads", "0"], "argument --threads: is '0', must be a whole number at least 1"),
         (["hill", "--threads", "1.5"], "must be a whole number at least 1"),
-        (["hill", "--for", "nan"], "argument --for: is 'nan', must be a number above 0"),
+        (["hill", "--for", "nan"], "argument --for/--while: is 'nan', must be a number above 0"),
         (["hill", "--pens", "4,0"], "argument --pens: is '0'"),
         (["hill", "--names", "ba"], "argument --names: is 'ba', must be one of dolly, shaun"),
         (["hill", "--hidden", "3"], "unrecognized arguments: --hidden"),
@@ -108,7 +113,28 @@ def test_a_promise_that_must_hold_is_the_exit_status_and_quick_figures_are_marke
 def test_what_cannot_be_measured_is_said_and_writes_nothing(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert SHEEP.run(["hill", "--names", "shaun"]) == 1
     assert capsys.readouterr().err == "test_frame: shaun is away\n"
+    assert SHEEP.run(["sea"]) == 2
+    assert capsys.readouterr().err == "test_frame: there is no sheep in the sea\n"
     assert not (folders / "build").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("bench", ["--models", "none"]),
+        ("bench", ["--systems", "llama.cpp", "--in-place"]),
+        ("fleet", ["--servers", "3,2"]),
+        ("quality", ["none", "none"]),
+        ("graphs", ["none", "--variants", "plain"]),
+        ("ablation", ["--set", "none=1"]),
+        ("ablation", ["--resume"]),
+    ],
+)
+def test_arguments_that_no_parser_refuses_are_wrong_all_the_same(
+    name: str, arguments: list[str], tmp_path: Path
+) -> None:
+    assert scenario.load(name).run([*arguments, "--build", str(tmp_path / "build")]) == 2
+    assert not (tmp_path / "build" / f"{name}.json").exists()
 
 
 def test_a_journal_resumes_without_what_failed_and_only_under_the_same_facts(tmp_path: Path) -> None:
@@ -128,6 +154,20 @@ def test_a_journal_resumes_without_what_failed_and_only_under_the_same_facts(tmp
     with pytest.raises(RuntimeError, match="nothing to resume"):
         Journal.open(tmp_path / "none.jsonl", {}, resume=True)
     assert Journal.open(path, {"rounds": 3}, resume=False).entries == []
+
+
+def test_a_journal_that_cannot_be_written_anew_is_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "journal.jsonl"
+    Journal.open(path, {}, resume=False).record({"error": "is measured again"})
+    before = path.read_bytes()
+
+    def kill(_: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("benchmarks.frame.journal.os.fsync", kill)
+    with pytest.raises(KeyboardInterrupt):
+        Journal.open(path, {}, resume=True)
+    assert path.read_bytes() == before
 
 
 def test_rounds_have_everything_once_in_an_order_that_the_seed_decides() -> None:

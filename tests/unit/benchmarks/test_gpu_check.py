@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import gpu_check
 from benchmarks.frame.roofline import read_parameters, roofline
@@ -63,13 +65,41 @@ def test_a_part_that_exceeds_its_time_is_ended(monkeypatch: pytest.MonkeyPatch) 
     assert (found["passed"], found["why"]) == (False, "not done in 0 s")
 
 
+@pytest.mark.parametrize(
+    ("tests", "why"),
+    [
+        ("def test_it(): pass", ""),
+        (
+            "import pytest\ndef test_it(): pass\ndef test_card(): pytest.skip('no card')",
+            "1 of 2 tests were skipped: no card",
+        ),
+    ],
+)
+def test_a_part_fails_whose_tests_were_skipped(tests: str, why: str, tmp_path: Path) -> None:
+    path, report = tmp_path / "test_it.py", tmp_path / "report.xml"
+    path.write_text(tests)
+    command = [sys.executable, "-m", "pytest", str(path), "-q", "--rootdir", str(tmp_path), f"--junitxml={report}"]
+    found = gpu_check.run_part(command, 60.0, report)
+    assert (found["passed"], found["why"]) == (not why, why)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device answers")
+def test_without_a_card_the_check_of_cuda_fails_and_says_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert gpu_check.main(["--quick", "--only", "captured", "--out", str(tmp_path)]) == 1
+    verdict = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (verdict["passed"], verdict["parts"]) == (False, {"captured": False})
+    assert "tests were skipped: needs a CUDA device that answers" in verdict["details"]["captured"]["why"]
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_correctness_comes_first_and_a_failing_part_does_not_stop_the_next(
     device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ran: list[list[str]] = []
 
-    def run_part(command: list[str], _: float) -> dict[str, Any]:
+    def run_part(command: list[str], *_: object) -> dict[str, Any]:
         ran.append(command[4:])
         is_speed = "bench" in command and gpu_check.LARGE in command
         return {"passed": len(ran) != 2, "why": "", "found": {"rows": rows_of_speed()} if is_speed else {}}
@@ -78,10 +108,10 @@ def test_correctness_comes_first_and_a_failing_part_does_not_stop_the_next(
     assert gpu_check.main(["--device", device, "--out", str(tmp_path)]) == 1
     verdict = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert list(verdict["parts"]) == list(gpu_check.PARTS)
-    assert [name for name, part in verdict["parts"].items() if not part["passed"]] == ["captured"]
+    assert [name for name, passed in verdict["parts"].items() if passed is not True] == ["captured"]
     assert [command[1] for command in ran[:3]] == [f"tests/gpu/test_{name}.py" for name in gpu_check.TESTED]
     assert all("run" in command and device in command for command in ran[3:])
-    assert ("promises" in verdict["parts"]["speed"]) == (device == "cuda")
+    assert ("promises" in verdict["details"]["speed"]) == (device == "cuda")
     assert gpu_check.main(["--device", device, "--only", "law", "--out", str(tmp_path)]) == 0
 
 
