@@ -28,7 +28,7 @@ from model import checkpoint
 from model.__main__ import main
 from model.checkpoint import CheckpointError
 from model.hf.folder import ImportRefused
-from model.hf.importer import plan, write
+from model.hf.importer import FAMILIES, plan, write
 from model.nn.transformer import build, num_parameters
 from model.spec.artifact import Device, KVFormat, KVPrecision, Precision
 from model.spec.chat import Message
@@ -74,7 +74,7 @@ def test_imported_checkpoint_answers_as_transformers_does(case: Case, outcomes: 
 
 
 def test_every_family_has_three_cases_that_cover_what_makes_families_differ() -> None:
-    for family in imports.FAMILIES:
+    for family in FAMILIES:
         assert sum(case.family == family for case in CASES) >= 3
     assert {case.dtype for case in CASES} == {torch.float32, torch.float16, torch.bfloat16}
     assert any(case.is_sharded for case in CASES)

@@ -334,7 +334,7 @@ def test_export_refuses_by_name_what_has_no_kernels(tmp_path: Path, capsys: pyte
         (additive, Precision.INT4, fp32, unequal),
         (additive, Precision.FP32, int8, [score]),
     ):
-        assert slots.unsupported(config, precision, kv_precision, ()) == problems
+        assert slots.unsupported(config, precision, kv_precision, explain_graph=False) == problems
     source = tiny_checkpoint(tmp_path / "checkpoint", additive)
     options = ["--precision", "int4", "--kv-cache", "int8"]
     assert main([str(source), "--out", str(tmp_path / "out"), *options]) == 2
