@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from loadtest.command import AskSettings, add_server, new_driver, say_bad_options, say_failure
-from loadtest.drive import Driver
-from loadtest.figures import Run, render, summarise
-from loadtest.options import add_options
+from loadtest.core.drive import Driver
+from loadtest.core.figures import Run, render, summarise
+from loadtest.core.options import add_options
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -27,13 +27,14 @@ from typing import Any
 import grpc
 
 from loadtest import machine
-from loadtest.arrivals import Arrivals, Pattern
-from loadtest.capacity_report import draw_picture, render
-from loadtest.clients import Client
+from loadtest.capacity_report import blocks
 from loadtest.command import AskSettings, add_server, new_driver, say_bad_options, say_failure
-from loadtest.figures import Run, Wanted, summarise
-from loadtest.options import LoadOptions, add_options
-from loadtest.records import Outcome
+from loadtest.core.arrivals import Arrivals, Pattern
+from loadtest.core.clients import Client
+from loadtest.core.figures import Run, Wanted, summarise
+from loadtest.core.options import LoadOptions, add_options
+from loadtest.core.records import Outcome
+from loadtest.document import Heading, write_markdown
 from loadtest.serving import serving
 
 NAME = "capacity"
@@ -163,9 +164,7 @@ def main(arguments: Sequence[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     line = json.dumps(report, allow_nan=False)
     (folder / f"{NAME}.json").write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    (folder / f"{NAME}.md").write_text(render(report, f"{NAME}.svg"), encoding="utf-8")
-    for file_format in ("svg", "png"):
-        (folder / f"{NAME}.{file_format}").write_bytes(draw_picture(report, file_format))
+    write_markdown([Heading("Capacity", 1), *blocks(report, NAME)], folder / f"{NAME}.md")
     sys.stdout.write(line + "\n")
     return 1 if any(each["missing"] or each["offered"] != each["scheduled"] for each in report["loads"]) else 0
 

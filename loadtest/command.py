@@ -14,9 +14,9 @@ from typing import Any, Self
 
 import grpc
 
-from loadtest.clients import Client, WireProtocol, connect
-from loadtest.drive import Driver
-from loadtest.options import LoadOptions, read_options
+from loadtest.core.clients import Client, WireProtocol, connect
+from loadtest.core.drive import Driver
+from loadtest.core.options import LoadOptions, read_options
 
 DEFAULT_TARGET = "127.0.0.1:8001"
 BAD_OPTIONS = 2

@@ -17,10 +17,9 @@ import locust.stats
 from flask import jsonify
 from locust import events
 
-from loadtest.conductor import Conductor
-from loadtest.grpc_user import ClosedLoopUser, OpenLoopUser
-from loadtest.locust_options import add_run_options
-from loadtest.shapes import (
+from loadtest.locust.conductor import Conductor
+from loadtest.locust.options import add_run_options
+from loadtest.locust.shapes import (
     ConcurrencySweepShape,
     ConstantShape,
     LengthSweepShape,
@@ -28,6 +27,7 @@ from loadtest.shapes import (
     SelectedShape,
     SpikeShape,
 )
+from loadtest.locust.users import ClosedLoopUser, OpenLoopUser
 
 __all__ = [
     "ClosedLoopUser",

@@ -17,10 +17,11 @@ import numpy as np
 import pytest
 
 from benchmarks.training import recurrence
-from loadtest import scaling, study
-from loadtest.probe import Probe, probing
+from loadtest.scaling import judge, study
+from loadtest.scaling.claims import CLAIMS
+from loadtest.scaling.probe import Probe, probing
+from loadtest.scaling.study import Settings
 from loadtest.serving import Server
-from loadtest.study import Settings
 from model.spec import cost
 from model.spec.config import ModelConfig
 from model.training.presets import resolve
@@ -231,8 +232,8 @@ def test_a_study_of_tiny_models_asks_every_question(tmp_path: Path, monkeypatch:
         assert cost.kv_bytes(config, int(length)) <= kv_bytes < cost.kv_bytes(config, int(length)) + page
     assert found.series["memory_whole"][0][1] > 1 << 20
     assert "gru: 6 of 12" in said
-    judged = scaling.judge(found, settings, draws=20)
-    assert {claim.series for claim in scaling.CLAIMS} <= judged.keys()
+    judged = judge.judge(found, settings, draws=20)
+    assert {claim.series for claim in CLAIMS} <= judged.keys()
     json.dumps(judged, allow_nan=False)
 
 

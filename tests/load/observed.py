@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from loadtest.records import Outcome, Record
+from loadtest.core.records import Outcome, Record
 from tests.load.fake_server import Plan
 
 TOLERANCE = 0.05

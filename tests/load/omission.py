@@ -21,13 +21,13 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.frame.pictures import drawing
-from loadtest.arrivals import Arrivals, Pattern
-from loadtest.clients import WireProtocol, connect
-from loadtest.drive import Driver
-from loadtest.figures import Run
-from loadtest.records import Record
-from loadtest.wire import Sampling
-from loadtest.workload import Fixed, Workload
+from loadtest.core.arrivals import Arrivals, Pattern
+from loadtest.core.clients import WireProtocol, connect
+from loadtest.core.drive import Driver
+from loadtest.core.figures import Run
+from loadtest.core.records import Record
+from loadtest.core.wire import Sampling
+from loadtest.core.workload import Fixed, Workload
 from tests.load.fake_server import VOCAB_SIZE, fake_server
 
 RATE = 20.0

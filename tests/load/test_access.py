@@ -9,10 +9,10 @@ import grpc
 import pytest
 
 from loadtest import bench
-from loadtest.access import Access, add_access, read_access
 from loadtest.bench import Settings
-from loadtest.clients import WireProtocol
-from loadtest.figures import summarise
+from loadtest.core.access import Access, add_access, read_access
+from loadtest.core.clients import WireProtocol
+from loadtest.core.figures import summarise
 from tests.identities import HOST, Authority
 from tests.integration.test_server_security import KEY, alices_keys
 from tests.load.test_bench import options

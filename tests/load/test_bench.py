@@ -21,16 +21,16 @@ from typing import Any
 import pytest
 
 from loadtest import bench, capacity
-from loadtest.arrivals import Arrivals, Pattern
 from loadtest.bench import Result, Settings
 from loadtest.capacity import capacity_of
-from loadtest.clients import WireProtocol, connect
-from loadtest.drive import Driver
-from loadtest.figures import Run, summarise
-from loadtest.options import LoadOptions, add_options, read_options
-from loadtest.records import INCOMPLETE, Outcome
+from loadtest.core.arrivals import Arrivals, Pattern
+from loadtest.core.clients import WireProtocol, connect
+from loadtest.core.drive import Driver
+from loadtest.core.figures import Run, summarise
+from loadtest.core.options import LoadOptions, add_options, read_options
+from loadtest.core.records import INCOMPLETE, Outcome
+from loadtest.core.wire import Sampling
 from loadtest.serving import Server
-from loadtest.wire import Sampling
 from tests.environment import ROOT
 from tests.load.fake_server import fake_server, read_log
 from tests.load.observed import SCALES, delays, holds, pairs

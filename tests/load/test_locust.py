@@ -22,8 +22,8 @@ from typing import Any
 
 import pytest
 
-from loadtest.arrivals import Arrivals, Pattern
-from loadtest.records import Outcome, Record
+from loadtest.core.arrivals import Arrivals, Pattern
+from loadtest.core.records import Outcome, Record
 from tests.environment import ROOT, environment
 from tests.load.fake_server import fake_server, fake_servers, read_log
 from tests.load.observed import SCALES, delays, holds, pairs

@@ -14,9 +14,9 @@ import pytest
 
 from loadtest import bench
 from loadtest.bench import Settings
-from loadtest.clients import WireProtocol
-from loadtest.figures import Run, summarise
-from loadtest.records import IN_STREAM, INCOMPLETE, Outcome
+from loadtest.core.clients import WireProtocol
+from loadtest.core.figures import Run, summarise
+from loadtest.core.records import IN_STREAM, INCOMPLETE, Outcome
 from onward.inference import open_inference_pb2 as oip
 from onward.inference import open_inference_pb2_grpc
 from tests.fakes import FakeRunner, Gate

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from loadtest import fit
-from loadtest.fit import Curve, Examination, Samples, examine
+from loadtest.scaling import fit
+from loadtest.scaling.fit import Curve, Examination, Samples, examine
 
 LENGTHS = tuple(round(64 * 1.5**step) for step in range(12))
 """64 to 5536 tokens."""

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from loadtest.figures import ClientLoad, Run, Wanted, parse_objectives, render, summarise, warnings
-from loadtest.records import INCOMPLETE, Outcome, Piece, Record, Watch
+from loadtest.core.figures import ClientLoad, Run, Wanted, parse_objectives, render, summarise, warnings
+from loadtest.core.records import INCOMPLETE, Outcome, Piece, Record, Watch
 
 
 def record(**fields: Any) -> Record:

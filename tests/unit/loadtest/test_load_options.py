@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
-from loadtest import bench, capacity, scaling, stages
-from loadtest.arrivals import Pattern
-from loadtest.locust_options import add_run_options, option_names, read_run_options
-from loadtest.options import add_options, read_options
-from loadtest.stages import Stage
-from loadtest.workload import Fixed, Geometric
+from loadtest import bench, capacity
+from loadtest.core.arrivals import Pattern
+from loadtest.core.options import add_options, read_options
+from loadtest.core.workload import Fixed, Geometric
+from loadtest.locust import stages
+from loadtest.locust.options import add_run_options, option_names, read_run_options
+from loadtest.locust.stages import Stage
+from loadtest.scaling import command as scaling
 from tests.environment import ROOT
 
 LOCUSTS_OWN = {"--host", "--headless", "--processes", "--master", "--worker", "--master-host", "--expect-workers"}
@@ -205,7 +207,8 @@ def test_capacity_refuses_what_does_not_fit_by_its_name(
 def test_the_documents_commands_are_commands() -> None:
     text = (ROOT / "docs" / "loadtest.md").read_text(encoding="utf-8")
     commands = [shlex.split(line) for line in text.splitlines() if line.startswith(("python -m loadtest", "locust "))]
-    parsers = {each.__name__.rpartition(".")[2]: each.make_parser() for each in (bench, capacity, scaling)}
+    parsers = {each.__name__.rpartition(".")[2]: each.make_parser() for each in (bench, capacity)}
+    parsers["scaling"] = scaling.make_parser()
     parsers["locust"] = argparse.ArgumentParser()
     add_run_options(parsers["locust"])
     for words in commands:

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from loadtest.locust_options import add_run_options
-from loadtest.options import LoadOptions, read_options
-from loadtest.records import Outcome
-from loadtest.session import Flight, Ledger, Session, Share
+from loadtest.core.options import LoadOptions, read_options
+from loadtest.core.records import Outcome
+from loadtest.locust.options import add_run_options
+from loadtest.locust.session import Flight, Ledger, Session, Share
 
 
 def load(*words: str) -> LoadOptions:

@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from loadtest.records import IN_STREAM, Piece
-from loadtest.wire import (
+from loadtest.core.records import IN_STREAM, Piece
+from loadtest.core.wire import (
     WORDS,
     Sampling,
     TextModel,
@@ -22,7 +22,7 @@ from loadtest.wire import (
     onward_whole_request,
     status_in,
 )
-from loadtest.workload import Prompt
+from loadtest.core.workload import Prompt
 from onward.inference import open_inference_pb2 as oip
 from onward.v1 import generation_pb2 as pb
 from onward.v1 import model_pb2 as models

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.workload import FIRST_TOKEN_ID, Fixed, Uniform, Workload, parse_lengths
+from loadtest.core.workload import FIRST_TOKEN_ID, Fixed, Uniform, Workload, parse_lengths
 
 VOCAB = 1000
 COUNT = 4000

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from locust import LoadTestShape, User
 
-from loadtest.conductor import conductor_of
-from loadtest.grpc_user import ClosedLoopUser, OpenLoopUser
+from loadtest.locust.conductor import conductor_of
+from loadtest.locust.users import ClosedLoopUser, OpenLoopUser
 
 Tick = tuple[int, float, list[type[User]]]
 

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import grpc
 
-from loadtest import wire
-from loadtest.access import Access
-from loadtest.records import Piece
-from loadtest.wire import Facts, Sampling, TextModel
-from loadtest.workload import Prompt
+from loadtest.core import wire
+from loadtest.core.access import Access
+from loadtest.core.records import Piece
+from loadtest.core.wire import Facts, Sampling, TextModel
+from loadtest.core.workload import Prompt
 from onward.inference import open_inference_pb2 as oip
 from onward.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from onward.v1 import generation_pb2 as pb

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 
 import grpc
 
-from loadtest import wire
-from loadtest.clients import Call, Client
-from loadtest.figures import Run
-from loadtest.meter import Meter
-from loadtest.records import Record, Watch
-from loadtest.workload import Prompt, Workload
+from loadtest.core import wire
+from loadtest.core.clients import Call, Client
+from loadtest.core.figures import Run
+from loadtest.core.meter import Meter
+from loadtest.core.records import Record, Watch
+from loadtest.core.workload import Prompt, Workload
 
 _CANCEL_SECONDS = 10.0
 

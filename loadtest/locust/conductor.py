@@ -27,14 +27,14 @@ from locust.env import Environment
 from locust.exception import StopTest
 from locust.runners import STATE_MISSING, MasterRunner, WorkerRunner
 
-from loadtest import wire
-from loadtest.figures import Run, render, summarise
-from loadtest.locust_options import RunOptions, option_names, read_run_options
-from loadtest.records import Outcome, Record
-from loadtest.session import Flight, Ledger, Session, Share
-from loadtest.stages import Stage
-from loadtest.wire import Facts
-from loadtest.workload import Prompt
+from loadtest.core import wire
+from loadtest.core.figures import Run, render, summarise
+from loadtest.core.records import Outcome, Record
+from loadtest.core.wire import Facts
+from loadtest.core.workload import Prompt
+from loadtest.locust.options import RunOptions, option_names, read_run_options
+from loadtest.locust.session import Flight, Ledger, Session, Share
+from loadtest.locust.stages import Stage
 from onward.v1 import model_pb2 as models
 from onward.v1.model_pb2_grpc import ModelServiceStub
 

@@ -1,6 +1,6 @@
 """How many users there are at a time, and what they ask then: a run as a function of the seconds since it began.
 
-Pure: `loadtest.shapes` gives these to Locust.
+Pure: `loadtest.locust.shapes` gives these to Locust.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Options of a run under Locust beside those of `loadtest.options`: its shape, its users' pauses, its report."""
+"""Options of a run under Locust beside those of `loadtest.core.options`: its shape, its users' pauses, its report."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loadtest import stages
-from loadtest.access import Parser
-from loadtest.arrivals import Pattern
-from loadtest.options import LoadOptions, add_options, read_options
-from loadtest.stages import Stage
+from loadtest.core.access import Parser
+from loadtest.core.arrivals import Pattern
+from loadtest.core.options import LoadOptions, add_options, read_options
+from loadtest.locust import stages
+from loadtest.locust.stages import Stage
 
 SHAPES = ("constant", "ramp", "spike", "concurrency", "length")
 
 
 def add_run_options(parser: Parser) -> None:
-    """Adds them all to Locust's parser, those of `loadtest.options` included."""
+    """Adds them all to Locust's parser, those of `loadtest.core.options` included."""
     add_options(parser, rate=1.0, arrivals="")
     add = parser.add_argument
     add("--shape", default="constant", choices=list(SHAPES), help="how many users there are over the run's time")

@@ -17,7 +17,7 @@ one run. Every prompt is random and new, and an answer that found anything of it
 all lengths once, in an order of its own, so that a machine that drifts does not look like a slope; one pass goes first
 and does not count.
 
-Knows what a series of samples means, not what they come to: that is `loadtest.scaling`'s.
+Knows what a series of samples means, not what they come to: that is `loadtest.scaling.command`'s.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from loadtest.child import run_module
-from loadtest.probe import Answer, Probe, probing
+from loadtest.scaling.probe import Answer, Probe, probing
 from loadtest.serving import Server, serving
 from model.spec.config import Architecture, ModelConfig
 
@@ -53,7 +53,7 @@ _KV_USAGE = re.compile(r"^onward_kv_cache_usage_ratio\{[^}]*\} (\S+)$", re.MULTI
 _NUM_HELD, _MOST_SCRAPES = 16, 20
 # Locust draws lengths by itself: with so many draws for each in the mean, none is left out.
 _LEAST_DRAWS = 10
-_LOCUSTFILE = Path(__file__).with_name("locustfile.py")
+_LOCUSTFILE = Path(__file__).parent.with_name("locustfile.py")
 # Sources are padded to multiples of this.
 _SOURCE_PADDING = 16
 # Rows of keys and values in the encoder-decoder's server: one to work in, and as much again for what is kept.

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 
 import grpc
 
-from loadtest.records import IN_STREAM, Piece
-from loadtest.workload import Prompt
+from loadtest.core.records import IN_STREAM, Piece
+from loadtest.core.workload import Prompt
 from onward.inference import open_inference_pb2 as oip
 from onward.v1 import generation_pb2 as pb
 from onward.v1 import model_pb2 as models

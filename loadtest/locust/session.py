@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from loadtest.arrivals import share
-from loadtest.figures import ClientLoad, Run
-from loadtest.meter import Meter
-from loadtest.options import LoadOptions
-from loadtest.records import Record, Watch
-from loadtest.workload import Prompt
+from loadtest.core.arrivals import share
+from loadtest.core.figures import ClientLoad, Run
+from loadtest.core.meter import Meter
+from loadtest.core.options import LoadOptions
+from loadtest.core.records import Record, Watch
+from loadtest.core.workload import Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from loadtest.figures import ClientLoad
+from loadtest.core.figures import ClientLoad
 
 
 class Meter:

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from loadtest.access import Access, Parser, add_access, read_access
-from loadtest.arrivals import Arrivals, Pattern, read_trace
-from loadtest.figures import METRICS, Wanted, parse_objectives
-from loadtest.wire import Sampling
-from loadtest.workload import Lengths, Workload, parse_lengths
+from loadtest.core.access import Access, Parser, add_access, read_access
+from loadtest.core.arrivals import Arrivals, Pattern, read_trace
+from loadtest.core.figures import METRICS, Wanted, parse_objectives
+from loadtest.core.wire import Sampling
+from loadtest.core.workload import Lengths, Workload, parse_lengths
 
 T = TypeVar("T")
 _LENGTHS = "N, uniform:LEAST:MOST, geometric:MEAN or file:PATH"

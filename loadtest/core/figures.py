@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from loadtest.records import Outcome, Record
+from loadtest.core.records import Outcome, Record
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
 """Time to the first token, per further token, between messages, to the end."""

@@ -20,10 +20,10 @@ from locust.env import Environment
 from locust.exception import StopUser
 from locust.user.task import LOCUST_STATE_RUNNING
 
-from loadtest import wire
-from loadtest.conductor import conductor_of, target_of
-from loadtest.session import Session
-from loadtest.workload import Prompt
+from loadtest.core import wire
+from loadtest.core.workload import Prompt
+from loadtest.locust.conductor import conductor_of, target_of
+from loadtest.locust.session import Session
 from onward.v1.generation_pb2_grpc import GenerationServiceStub
 
 _CONNECT_SECONDS = 10.0
