@@ -1,7 +1,4 @@
-"""Asking over asyncio: one client for each protocol, with the same two methods.
-
-Knows channels and calls; nothing of schedules, clocks or what becomes of the answers.
-"""
+"""asyncio clients of `onward.v1` and of the Open Inference Protocol, with one interface."""
 
 from __future__ import annotations
 
@@ -35,44 +32,44 @@ if TYPE_CHECKING:
 Answer = TypeVar("Answer")
 _FACTS_TIMEOUT_SECONDS = 10.0
 _CONNECT_TIMEOUT_SECONDS = 10.0
-IN_THE_CLEAR = Access()
+PLAINTEXT = Access()
 
 
 class WireProtocol(StrEnum):
-    """Which protocol the server speaks."""
+    """The protocol of the server."""
 
     ONWARD = "onward"
     OIP = "oip"
 
 
 class Call(Protocol):
-    """A request under way, streamed or not."""
+    """A request in flight, streamed or unary."""
 
     def cancel(self) -> bool:
-        """Gives it up."""
+        """Cancels it."""
         ...
 
     def pieces(self) -> AsyncGenerator[Piece, None]:
-        """What its messages say.
+        """Its messages, decoded.
 
         Raises:
-            grpc.aio.AioRpcError: when it ends with another status than OK.
-            asyncio.CancelledError: when it was given up.
+            grpc.aio.AioRpcError: if it ends with a status other than OK.
+            asyncio.CancelledError: if it was cancelled.
         """
         ...
 
 
 class Client(Protocol):
-    """A server as one asks it."""
+    """A client of one model."""
 
     facts: Facts
 
     def ask(self, prompt: Prompt, request_id: str, timeout_seconds: float | None) -> Call:
-        """Sends a request; its deadline is so many seconds from now, or never."""
+        """Sends a request with this deadline; None for no deadline."""
         ...
 
     def known_prompt_tokens(self, prompt: Prompt) -> int | None:
-        """How many tokens the server will find in it; None where only the server can tell."""
+        """The number of prompt tokens; None if only the server can count them."""
         ...
 
 
@@ -90,7 +87,7 @@ class _OnwardCall:
 
 @dataclass(frozen=True, slots=True)
 class _WholeCall(Generic[Answer]):
-    """A call whose answer comes at once, and is one piece."""
+    """A unary call: its answer is one piece."""
 
     call: grpc.aio.UnaryUnaryCall[Any, Answer]
     read: Callable[[Answer], Piece]
@@ -103,7 +100,7 @@ class _WholeCall(Generic[Answer]):
 
 
 class OnwardClient:
-    """Asks by `onward.v1`, for streams or for whole answers; channels take turns."""
+    """Calls `onward.v1`, streaming or unary, round-robin over its channels."""
 
     def __init__(
         self,
@@ -133,7 +130,7 @@ class OnwardClient:
         return _OnwardCall(stub.GenerateStream(request, timeout=timeout_seconds, metadata=self._metadata))
 
     def known_prompt_tokens(self, prompt: Prompt) -> int | None:
-        """The ids that are sent; the server's usage has the last word."""
+        """The number of ids sent; the server's usage overrides it."""
         return len(prompt.token_ids)
 
 
@@ -146,18 +143,18 @@ class _OpenInferenceCall:
         return self.call.cancel()
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
-        has_answered = marks_its_end = False
+        has_answered = is_end_marked = False
         async for message in self.call:
             has_answered = True
-            marks_its_end |= wire.marks_its_end(message)
+            is_end_marked |= wire.has_final_flag(message)
             yield wire.oip_piece(message, self.text_output)
-        # Of a server that never says which message is the last, the end of the stream says it.
-        if has_answered and not marks_its_end:
+        # Some servers never mark the last message: the end of the stream does.
+        if has_answered and not is_end_marked:
             yield Piece(0, is_last=True)
 
 
 class OpenInferenceClient:
-    """Asks by the Open Inference Protocol, one stream for each request, or for whole answers; channels take turns."""
+    """Calls the Open Inference Protocol, one stream per request or unary, round-robin over its channels."""
 
     def __init__(
         self,
@@ -188,7 +185,7 @@ class OpenInferenceClient:
         return _OpenInferenceCall(call, model.text_output)
 
     def known_prompt_tokens(self, prompt: Prompt) -> int | None:  # noqa: ARG002
-        """None: the server splits the words."""
+        """None: the server tokenizes the text."""
         return None
 
 
@@ -198,19 +195,19 @@ async def connect(
     target: str,
     model: str,
     sampling: Sampling,
-    access: Access = IN_THE_CLEAR,
+    access: Access = PLAINTEXT,
     *,
     connections: int = 1,
     is_streamed: bool = True,
 ) -> AsyncIterator[Client]:
-    """A client to "host:port", over so many connections, once the server has told what the model is.
+    """Connects to "host:port" and reads the model's facts.
 
-    `model` may be empty where `onward.v1` serves one only. Without streaming an answer is one message, and its first
-    token is its last.
+    `model` may be empty if the server speaks `onward.v1` and serves one model. A unary answer is one message: its
+    first token is its last.
 
     Raises:
-        grpc.aio.AioRpcError: when the server cannot be reached or does not know the model.
-        ValueError: when the model is not one for text.
+        grpc.aio.AioRpcError: if the server is unreachable or lacks the model.
+        ValueError: if the model is not a text model.
     """
     async with contextlib.AsyncExitStack() as stack:
         channels = [await stack.enter_async_context(access.open_async(target)) for _ in range(connections)]
@@ -226,7 +223,7 @@ async def connect(
             )
             text_model = TextModel.from_metadata(metadata)
             client = OpenInferenceClient(channels, text_model, sampling, access, is_streamed=is_streamed)
-        # The first requests must not pay for connecting.
+        # Connection set-up must not count as latency of the first requests.
         for channel in channels[1:]:
             await _connected(channel)
         yield client

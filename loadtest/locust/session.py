@@ -1,8 +1,8 @@
-"""One process's part in a run under Locust, and the book in which the parts of all processes come together.
+"""One process's share of a run under Locust, and the ledger that adds up the shares of all processes.
 
-A session says what this process sends and holds what became of it; it is told to the process that leads the run piece
-by piece, and the ledger there adds up. Every request has a number in the whole run, so that the parts together are the
-same requests at the same times as one process would send. Knows neither Locust nor gevent.
+A session holds this process's requests and reports new records to the leading process, whose ledger adds them up.
+Request numbers are global, so all shares together equal the requests of a single process. Imports neither Locust nor
+gevent.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from loadtest.core.workload import Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """Which part a process has.
+    """A process's share of a run.
 
     Args:
-        run: names the run, in request ids.
-        index: the part, from 0.
-        count: how many parts there are.
-        begin: when the run begins, in seconds since the epoch: hosts have no other clock in common.
+        run: the run's name, a prefix of request ids.
+        index: the share's number, from 0.
+        count: the number of shares.
+        begin: when the run begins, in seconds since the epoch, the only clock that hosts share.
         vocab_size: of the model.
-        model: its name by the server.
-        seconds: limit of a schedule that has no end of its own; None for none.
+        model: its name.
+        seconds: limit of an endless schedule; None for none.
     """
 
     run: str
@@ -45,72 +45,67 @@ class Share:
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """A request under way; `cancel` is there once it is sent."""
+    """A request in flight; `cancel_call` is None until it is sent."""
 
     watch: Watch
-    cancel: Callable[[], Any] | None = None
+    cancel_call: Callable[[], Any] | None = None
 
-    def give_up(self) -> None:
-        """Ends it, now or as soon as it is sent."""
-        self.watch.is_given_up = True
-        if self.cancel is not None:
-            self.cancel()
+    def cancel(self) -> None:
+        """Cancels it, now or as soon as it is sent."""
+        self.watch.is_cancelled = True
+        if self.cancel_call is not None:
+            self.cancel_call()
 
-    def sent(self, cancel: Callable[[], Any]) -> None:
-        """It is on its way, and can be ended so."""
-        self.cancel = cancel
-        if self.watch.is_given_up:
-            cancel()
+    def sent(self, cancel_call: Callable[[], Any]) -> None:
+        """Notes how to cancel the sent request."""
+        self.cancel_call = cancel_call
+        if self.watch.is_cancelled:
+            cancel_call()
 
 
 class Session:
-    """One process's part in one run.
-
-    Args:
-        part: which part.
-        load: what is asked and when.
-    """
+    """One process's requests in one run."""
 
     def __init__(self, part: Share, load: LoadOptions) -> None:
         self.part = part
         self.load = load
         self.is_closed = False
-        """Whether nothing more is to be sent."""
+        """Whether sending has stopped."""
         self.is_exhausted = False
-        """Whether everything of this part has been sent."""
+        """Whether the whole share has been sent."""
         self.is_drained = False
-        """Whether nothing is in flight and nothing will be."""
+        """Whether sending has stopped and no request is in flight."""
         self.is_dispatched = False
-        """Whether somebody sends this part's schedule."""
+        """Whether a user already sends this share's schedule."""
         self.offered = 0
         self.began = time.monotonic() + (part.begin - time.time())
-        """On this host's monotonic clock."""
+        """Begin of the run on this host's monotonic clock."""
         self._workload = load.workload(part.vocab_size)
         self._stage = ""
         self._prompt_tokens: int | None = None
         self._flights: set[Flight] = set()
         self._next = part.index
-        self._untold: list[Record] = []
+        self._unreported: list[Record] = []
         self._meter = Meter()
 
     @property
     def in_flight(self) -> int:
-        """Requests that were offered and have not ended."""
+        """The number of requests in flight."""
         return len(self._flights)
 
     def now(self) -> float:
-        """Seconds since the run began; below 0 until then."""
+        """Seconds since the run began; negative before."""
         return time.monotonic() - self.began
 
     def enter(self, stage: str, prompt_tokens: int | None) -> None:
-        """What is sent from now on belongs to this stage."""
+        """Starts a stage: later requests belong to it."""
         self._stage, self._prompt_tokens = stage, prompt_tokens
 
     def schedule(self) -> list[tuple[int, float]]:
-        """What this part sends in an open loop: numbers and times since the run began.
+        """This share of an open loop: request numbers and times since the run began.
 
         Raises:
-            ValueError: when the run has no schedule, or one without end.
+            ValueError: if the run has no schedule, or an endless one.
         """
         if self.load.arrivals is None:
             raise ValueError("--arrivals: an open loop needs a schedule")
@@ -118,7 +113,7 @@ class Session:
         return share(times, self.part.index, self.part.count)
 
     def take(self) -> int | None:
-        """The next number of a closed loop's request; None when there is none, or nothing more is to be sent."""
+        """The number of the next request of a closed loop; None if there is none or sending has stopped."""
         number = self._next
         if self.load.requests is not None and number >= self.load.requests:
             self.is_exhausted = True
@@ -129,7 +124,7 @@ class Session:
         return number
 
     def offer(self, number: int, due: float | None = None) -> tuple[Flight, Prompt]:
-        """A request that is to be sent at once, though it may have been due before; from now on it is in the book."""
+        """Creates a request to be sent now; `due` may lie in the past. It counts as offered."""
         prompt = self._workload.prompt(number, self._prompt_tokens)
         now = self.now()
         watch = Watch(
@@ -146,20 +141,20 @@ class Session:
         return flight, prompt
 
     def ended(self, flight: Flight, code: str, detail: str = "") -> Record:
-        """It ended with this status."""
+        """Ends a request with this status."""
         record = flight.watch.over(code, self.now(), detail)
         self._flights.discard(flight)
-        self._untold.append(record)
+        self._unreported.append(record)
         return record
 
-    def give_up(self) -> None:
-        """Ends all that is in flight."""
+    def cancel(self) -> None:
+        """Cancels every request in flight."""
         for flight in tuple(self._flights):
-            flight.give_up()
+            flight.cancel()
 
-    def tell(self) -> dict[str, Any]:
-        """What has happened since this was last called, as plain values, and where things stand."""
-        records, self._untold = self._untold, []
+    def report(self) -> dict[str, Any]:
+        """The state, and the records since the last call, as plain values."""
+        records, self._unreported = self._unreported, []
         return {
             "run": self.part.run,
             "index": self.part.index,
@@ -174,7 +169,7 @@ class Session:
 
 @dataclass(slots=True)
 class _Part:
-    """Where one part stands, as last told."""
+    """The last reported state of one share."""
 
     offered: int = 0
     is_exhausted: bool = False
@@ -185,7 +180,7 @@ class _Part:
 
 @dataclass(slots=True)
 class Ledger:
-    """What all parts of one run have told."""
+    """The reports of all shares of one run."""
 
     run: str = ""
     count: int = 0
@@ -193,8 +188,8 @@ class Ledger:
     records: list[Record] = field(default_factory=list)
     _parts: dict[int, _Part] = field(default_factory=dict)
 
-    def told(self, message: Mapping[str, Any]) -> None:
-        """Adds what a session told; what belongs to a run before is not for this book."""
+    def add(self, message: Mapping[str, Any]) -> None:
+        """Adds a session's report; ignores those of earlier runs."""
         if message["run"] != self.run:
             return
         self.records += [Record.from_dict(each) for each in message["records"]]
@@ -207,23 +202,23 @@ class Ledger:
         )
 
     def is_exhausted(self, indices: Sequence[int]) -> bool:
-        """Whether these parts have sent all that was to be sent."""
+        """Whether these shares have been sent completely."""
         return all(self._part(index).is_exhausted for index in indices)
 
     def is_drained(self, indices: Sequence[int]) -> bool:
-        """Whether these parts have nothing in flight any more and never will."""
+        """Whether these shares have stopped and have no request in flight."""
         return all(self._part(index).is_drained for index in indices)
 
     @property
     def began(self) -> list[float]:
-        """When each part began, on its host's monotonic clock."""
+        """When each share began, on its host's monotonic clock."""
         return [self._part(index).began for index in range(self.count)]
 
     def _part(self, index: int) -> _Part:
         return self._parts.get(index, _Part())
 
     def to_run(self) -> Run:
-        """The run so far, for the figures."""
+        """The run so far."""
         parts = [self._part(index) for index in range(self.count)]
         return Run(
             records=tuple(self.records),

@@ -26,7 +26,7 @@ from loadtest.capacity import capacity_of
 from loadtest.core.arrivals import Arrivals, Pattern
 from loadtest.core.clients import WireProtocol, connect
 from loadtest.core.drive import Driver
-from loadtest.core.figures import Run, summarise
+from loadtest.core.figures import Run, summarize
 from loadtest.core.options import LoadOptions, add_options, read_options
 from loadtest.core.records import INCOMPLETE, Outcome
 from loadtest.core.wire import Sampling
@@ -78,7 +78,7 @@ async def test_known_delays_come_out_within_five_percent(tmp_path: Path) -> None
         assert len(both) == 28
         if holds(both, scale):
             break
-    report = summarise(result.run)
+    report = summarize(result.run)
     firsts = [pair.record.first_token_seconds or 0.0 for pair in both]
     assert report["median_ttft_ms"] == pytest.approx(1e3 * statistics.median(firsts))
     assert report["completed"] == 28
@@ -125,15 +125,15 @@ async def test_requests_are_sent_when_they_are_due_and_every_end_is_counted_as_w
     assert {number for number in impatient if number % 5 != 4 and number % 11 != 10} <= {
         number for number, record in by_number.items() if record.outcome is Outcome.CANCELLED
     }
-    told = counts(run)
-    assert sum(told.values()) == 60
-    assert set(told) == set(ENDED)
+    ended = counts(run)
+    assert sum(ended.values()) == 60
+    assert set(ended) == set(ENDED)
 
 
 async def test_a_closed_loop_keeps_so_many_in_flight_and_no_more(server: str) -> None:
     result = await measured(server, "--num-prompts", "20", "--max-tokens", "3", max_concurrency=4)
     assert counts(result.run) == {"finished": 20}
-    assert summarise(result.run)["max_concurrent_requests"] == 4
+    assert summarize(result.run)["max_concurrent_requests"] == 4
     assert not result.run.is_open
     # A user asks when the answer is there: nothing is late.
     assert all(record.lateness == 0.0 for record in result.run.records)
@@ -335,7 +335,7 @@ def test_every_request_of_the_capacity_curve_is_accounted_for(
     over = report["loads"][1]
     assert over["refused"] > 0
     assert over["finished"] > 0
-    # By the server's own account too: all that it finished and refused was somebody's.
+    # By the server's own account too: all that it finished and refused counts.
     ends = [each["end"] for each in read_log(log).values()]
     rounds = [report["closed_loop"], *report["loads"]]
     assert ends.count("refused") == sum(each["refused"] for each in rounds)

@@ -129,7 +129,7 @@ def with_workers(folder: Path, way: str = "direct") -> Outputs:
     log, report_file = folder / "log", folder / "report"
     port = str(free_port())
     with fake_servers(way, folder, ttft=(0.02, 0.05), itl=(0.01, 0.02), log=str(log), **FAULTS) as target:
-        # What workers are told on their own command line does not count.
+        # The master's options override the workers' own.
         worker = ("--worker", "--master-host", "127.0.0.1", "--master-port", port, "--seed", "99", "--max-tokens", "1")
         with locust(*worker) as one, locust(*worker) as other:
             code, out = run(
@@ -330,8 +330,8 @@ def test_a_process_that_cannot_take_its_part_leaves_the_run_and_the_report_says_
     outputs = started["short_of_a_file"].result()
     (report,) = outputs.reports
     assert "--prompt-tokens: [Errno 2] No such file or directory" in outputs.out
-    assert "1 of the client's processes never told of their part" in outputs.out
-    # The other has sent its half, and nobody has sent anything twice.
+    assert "1 of the client's processes never reported" in outputs.out
+    # The other has sent its half, and no request was sent twice.
     assert (report["offered"], report["finished"], report["missing"], report["silent"]) == (20, 20, 0, 1)
     assert len({each["number"] % 2 for each in report["requests"]}) == 1
     assert len({each["number"] for each in report["requests"]}) == 20

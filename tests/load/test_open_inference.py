@@ -15,7 +15,7 @@ import pytest
 from loadtest import bench
 from loadtest.bench import Settings
 from loadtest.core.clients import WireProtocol
-from loadtest.core.figures import Run, summarise
+from loadtest.core.figures import Run, summarize
 from loadtest.core.records import IN_STREAM, INCOMPLETE, Outcome
 from onward.inference import open_inference_pb2 as oip
 from onward.inference import open_inference_pb2_grpc
@@ -151,7 +151,7 @@ async def test_a_server_of_any_habit_is_driven_and_measured(
 ) -> None:
     server = Server(marks_end=marks_end, raw=raw, inputs=inputs)
     run = await measured(server, warmups=1)
-    report = summarise(run)
+    report = summarize(run)
     assert (report["offered"], report["finished"], report["total_output_tokens"]) == (8, 8, 32)
     assert all(len(record.arrivals) == 4 for record in run.records)
     assert report["mean_itl_ms"] > 0.0
@@ -162,7 +162,7 @@ async def test_a_server_of_any_habit_is_driven_and_measured(
     texts = [bytes(request.inputs[0].contents.bytes_contents[0]) for request in server.requests]
     assert [len(text.split()) for text in texts] == [5] * 9
     assert len(set(texts)) == 9
-    assert all(told["triton_grpc_error"] == "true" for told in server.metadata)
+    assert all(each["triton_grpc_error"] == "true" for each in server.metadata)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ async def test_every_way_to_fail_is_counted_as_what_it_is(misbehaves: str, outco
     run = await measured(Server(marks_end=True, raw=True, inputs={"text_input": "BYTES"}, misbehaves=misbehaves))
     assert [(record.outcome, record.code) for record in run.records] == [(outcome, code)] * 8
     assert run.offered == 8
-    report = summarise(run)
+    report = summarize(run)
     assert report["error_details"] == (
         {} if misbehaves == "break" else {code: "full" if code[0] == "R" else "it broke"}
     )
@@ -191,9 +191,9 @@ async def test_our_own_server_is_one_of_them() -> None:
         load = options("--model", OURS, "--num-prompts", "8", "--max-tokens", "6", "--prompt-tokens", "2")
         settings = Settings(target=target, protocol=WireProtocol.OIP, load=load, max_concurrency=3)
         run = (await bench.measure(settings)).run
-        report = summarise(run)
+        report = summarize(run)
         assert (report["finished"], report["total_output_tokens"]) == (8, 48)
-        # It tells how many tokens it found in the words.
+        # The server reports its token counts.
         assert report["total_input_tokens"] > 8 * 2
         assert server.ended()["length"] == 9
         # All at once, some run, one waits, and the rest is refused.
@@ -211,9 +211,9 @@ async def test_our_own_server_is_one_of_them() -> None:
 async def test_a_server_that_streams_nothing_is_driven_by_whole_answers(*, raw: bool) -> None:
     server = Server(marks_end=False, raw=raw, inputs={"text_input": "BYTES", "stream": "BOOL"})
     run = await measured(server, warmups=1, is_streamed=False)
-    report = summarise(run)
+    report = summarize(run)
     assert (report["offered"], report["finished"], len(server.requests)) == (8, 8, 9)
-    # An answer is one message: nobody but the server could count what is in it.
+    # An answer is one message: only the server can count its tokens.
     assert report["total_output_tokens"] == 8
     assert all(len(record.arrivals) == 1 for record in run.records)
     assert report["mean_itl_ms"] is None
@@ -233,7 +233,7 @@ async def test_our_own_server_gives_whole_answers_too(protocol: WireProtocol) ->
         target = f"{server.endpoint.host}:{server.endpoint.port}"
         load = options("--model", OURS, "--num-prompts", "6", "--max-tokens", "5", "--prompt-tokens", "2")
         settings = Settings(target=target, protocol=protocol, load=load, max_concurrency=2, is_streamed=False)
-        report = summarise((await bench.measure(settings)).run)
+        report = summarize((await bench.measure(settings)).run)
         assert (report["offered"], report["finished"], report["total_output_tokens"]) == (6, 6, 30)
         assert report["median_ttft_ms"] <= report["median_e2el_ms"]
         assert server.ended()["length"] == 7

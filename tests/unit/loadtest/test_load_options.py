@@ -58,9 +58,9 @@ def test_every_option_that_does_not_fit_is_named() -> None:
             "--prompt-tokens", "x", "--prefix-share", "2", "--goodput", "ttft:x", "--metric-percentiles", "101",
             "--percentile-metrics", "ttft,speed", "--timeout", "-1", "--request-rate", "0",
         )  # fmt: skip
-    told = str(caught.value)
+    message = str(caught.value)
     for said in ("--prefix-share: 2.0", "'ttft:x'", "101 is not from 0", "'speed'", "--timeout: -1.0", "--rate: 0.0"):
-        assert said in told, said
+        assert said in message, said
 
 
 def test_zero_stands_for_no_limit() -> None:
@@ -135,23 +135,23 @@ def test_a_ramp_rises_in_a_line_and_stays() -> None:
 
 def test_a_spike_comes_after_one_stage_and_goes_after_another() -> None:
     options = run_options("--shape", "spike", "--base-users", "2", num_users=9, run_time=35.0)
-    told = [options.stage("", at, 1) for at in (0.0, 9.9, 10.0, 19.9, 20.0, 34.9)]
-    assert [stage.users for stage in told] == [2, 2, 9, 9, 2, 2]
-    assert [stage.name for stage in told] == ["before", "before", "spike", "spike", "after", "after"]
+    got = [options.stage("", at, 1) for at in (0.0, 9.9, 10.0, 19.9, 20.0, 34.9)]
+    assert [stage.users for stage in got] == [2, 2, 9, 9, 2, 2]
+    assert [stage.name for stage in got] == ["before", "before", "spike", "spike", "after", "after"]
     assert options.stage("", 35.0, 1) is None
 
 
 def test_a_concurrency_sweep_takes_its_steps_one_after_the_other() -> None:
     options = run_options("--shape", "concurrency", "--steps", "1,4,2", "--stage-seconds", "5")
-    told = [options.stage("", at, 1) for at in (0.0, 5.0, 14.9)]
-    assert [(stage.users, stage.name) for stage in told] == [(1, "1 users"), (4, "4 users"), (2, "2 users")]
+    got = [options.stage("", at, 1) for at in (0.0, 5.0, 14.9)]
+    assert [(stage.users, stage.name) for stage in got] == [(1, "1 users"), (4, "4 users"), (2, "2 users")]
     assert options.stage("", 15.0, 1) is None
 
 
 def test_a_length_sweep_changes_the_prompts_and_not_the_users() -> None:
     options = run_options("--shape", "length", "--steps", "128,512", "--stage-seconds", "5", num_users=3)
-    told = [options.stage("", at, 1) for at in (0.0, 5.0)]
-    assert [(stage.users, stage.prompt_tokens) for stage in told] == [(3, 128), (3, 512)]
+    got = [options.stage("", at, 1) for at in (0.0, 5.0)]
+    assert [(stage.users, stage.prompt_tokens) for stage in got] == [(3, 128), (3, 512)]
     assert options.stage("", 10.0, 1) is None
 
 
@@ -191,7 +191,7 @@ def test_bench_refuses_what_does_not_fit_by_its_name(
     [
         (("--loads", "0.5,x"), "--loads: '0.5,x'"),
         (("--seconds", "0"), "--seconds: 0.0 is not above 0"),
-        (("--arrivals", "trace"), "--arrivals: a trace says itself"),
+        (("--arrivals", "trace"), "--arrivals: a trace has its own times"),
         (("--connections", "0"), "--connections: 0 is below 1"),
         (("--num-warmups", "-1"), "--num-warmups: -1 is below 0"),
         (("--protocol", "oip", "--seconds", "0"), "--model: the Open Inference Protocol has no model by default"),

@@ -12,7 +12,7 @@ from loadtest.core.wire import (
     WORDS,
     Sampling,
     TextModel,
-    marks_its_end,
+    has_final_flag,
     oip_answer,
     oip_piece,
     onward_answer,
@@ -115,8 +115,8 @@ def test_a_model_with_sampling_parameters_gets_them_as_text_and_no_others() -> N
     )
     request = TextModel.from_metadata(metadata(*declared)).request(PROMPT, "r", Sampling())
     tensors = {tensor.name: tensor for tensor in request.inputs}
-    told = json.loads(tensors["sampling_parameters"].contents.bytes_contents[0])
-    assert told == {"max_tokens": "7", "temperature": "0.0", "ignore_eos": True}
+    values = json.loads(tensors["sampling_parameters"].contents.bytes_contents[0])
+    assert values == {"max_tokens": "7", "temperature": "0.0", "ignore_eos": True}
     assert list(tensors["exclude_input_in_output"].contents.bool_contents) == [True]
     assert set(request.parameters) == {"triton_enable_empty_final_response"}
 
@@ -201,9 +201,9 @@ def test_our_two_requests_are_one_message_by_two_names() -> None:
 
 def test_the_last_message_is_the_one_that_says_so() -> None:
     message = text(typed=[b"word"])
-    assert (marks_its_end(message), oip_piece(message).is_last) == (False, False)
+    assert (has_final_flag(message), oip_piece(message).is_last) == (False, False)
     message.infer_response.parameters["triton_final_response"].bool_param = False
-    assert (marks_its_end(message), oip_piece(message).is_last) == (True, False)
+    assert (has_final_flag(message), oip_piece(message).is_last) == (True, False)
     message.infer_response.parameters["triton_final_response"].bool_param = True
     assert oip_piece(message).is_last
 
