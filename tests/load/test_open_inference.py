@@ -1,4 +1,4 @@
-"""The benchmark drives any Open Inference Protocol server with a text model: tried on small ones of each habit."""
+"""The benchmark drives Open Inference Protocol servers with text models, whatever optional parts they implement."""
 
 from __future__ import annotations
 
@@ -136,17 +136,25 @@ async def measured(server: Server, *words: str, warmups: int = 0, is_streamed: b
         return (await bench.measure(settings)).run
 
 
-@pytest.mark.parametrize("marks_end", [True, False])
-@pytest.mark.parametrize("raw", [True, False])
 @pytest.mark.parametrize(
-    "inputs",
+    ("marks_end", "raw", "inputs"),
     [
-        {"text_input": "BYTES"},
-        {"text_input": "BYTES", "max_tokens": "INT32", "stream": "BOOL"},
-        {"text_input": "BYTES", "stream": "BOOL", "sampling_parameters": "BYTES", "exclude_input_in_output": "BOOL"},
+        (True, True, {"text_input": "BYTES"}),
+        (False, False, {"text_input": "BYTES"}),
+        (True, False, {"text_input": "BYTES", "max_tokens": "INT32", "stream": "BOOL"}),
+        (
+            False,
+            True,
+            {
+                "text_input": "BYTES",
+                "stream": "BOOL",
+                "sampling_parameters": "BYTES",
+                "exclude_input_in_output": "BOOL",
+            },
+        ),
     ],
 )
-async def test_a_server_of_any_habit_is_driven_and_measured(
+async def test_servers_with_and_without_optional_parts_are_measured(
     *, marks_end: bool, raw: bool, inputs: dict[str, str]
 ) -> None:
     server = Server(marks_end=marks_end, raw=raw, inputs=inputs)
@@ -155,7 +163,7 @@ async def test_a_server_of_any_habit_is_driven_and_measured(
     assert (report["offered"], report["finished"], report["total_output_tokens"]) == (8, 8, 32)
     assert all(len(record.arrivals) == 4 for record in run.records)
     assert report["mean_itl_ms"] > 0.0
-    # Only the server could count what it makes of words.
+    # Only the server can count the tokens of the words.
     assert report["total_input_tokens"] is None
     assert len(server.requests) == 9
     assert len({request.id for request in server.requests}) == 9
@@ -174,7 +182,7 @@ async def test_a_server_of_any_habit_is_driven_and_measured(
         ("refuse", Outcome.REFUSED, "RESOURCE_EXHAUSTED"),
     ],
 )
-async def test_every_way_to_fail_is_counted_as_what_it_is(misbehaves: str, outcome: Outcome, code: str) -> None:
+async def test_every_kind_of_failure_is_counted(misbehaves: str, outcome: Outcome, code: str) -> None:
     run = await measured(Server(marks_end=True, raw=True, inputs={"text_input": "BYTES"}, misbehaves=misbehaves))
     assert [(record.outcome, record.code) for record in run.records] == [(outcome, code)] * 8
     assert run.offered == 8
@@ -184,7 +192,7 @@ async def test_every_way_to_fail_is_counted_as_what_it_is(misbehaves: str, outco
     )
 
 
-async def test_our_own_server_is_one_of_them() -> None:
+async def test_our_own_server_is_measured_over_the_protocol() -> None:
     gate = Gate()
     async with running(runner=FakeRunner(SLOTS, before_run=gate), max_queue_size=1) as server:
         target = f"{server.endpoint.host}:{server.endpoint.port}"
@@ -207,9 +215,8 @@ async def test_our_own_server_is_one_of_them() -> None:
         assert len(ends) == crowd.offered == 8
 
 
-@pytest.mark.parametrize("raw", [True, False])
-async def test_a_server_that_streams_nothing_is_driven_by_whole_answers(*, raw: bool) -> None:
-    server = Server(marks_end=False, raw=raw, inputs={"text_input": "BYTES", "stream": "BOOL"})
+async def test_a_server_without_streaming_is_driven_by_unary_calls() -> None:
+    server = Server(marks_end=False, raw=True, inputs={"text_input": "BYTES", "stream": "BOOL"})
     run = await measured(server, warmups=1, is_streamed=False)
     report = summarize(run)
     assert (report["offered"], report["finished"], len(server.requests)) == (8, 8, 9)
@@ -219,16 +226,16 @@ async def test_a_server_that_streams_nothing_is_driven_by_whole_answers(*, raw: 
     assert report["mean_itl_ms"] is None
     assert server.metadata == []
     broken = await measured(
-        Server(marks_end=False, raw=raw, inputs=server._inputs, misbehaves="status"), is_streamed=False
+        Server(marks_end=False, raw=True, inputs=server._inputs, misbehaves="status"), is_streamed=False
     )
     assert [(record.outcome, record.code) for record in broken.records] == [(Outcome.FAILED, "INTERNAL")] * 8
-    hanging = Server(marks_end=False, raw=raw, inputs=server._inputs, misbehaves="hang")
+    hanging = Server(marks_end=False, raw=True, inputs=server._inputs, misbehaves="hang")
     given_up = await measured(hanging, "--cancel-share", "1", "--cancel-after", "0.02", is_streamed=False)
     assert [record.outcome for record in given_up.records] == [Outcome.CANCELLED] * 8
 
 
 @pytest.mark.parametrize("protocol", list(WireProtocol))
-async def test_our_own_server_gives_whole_answers_too(protocol: WireProtocol) -> None:
+async def test_our_own_server_answers_unary_calls(protocol: WireProtocol) -> None:
     async with running(runner=FakeRunner(SLOTS)) as server:
         target = f"{server.endpoint.host}:{server.endpoint.port}"
         load = options("--model", OURS, "--num-prompts", "6", "--max-tokens", "5", "--prompt-tokens", "2")
@@ -239,7 +246,7 @@ async def test_our_own_server_gives_whole_answers_too(protocol: WireProtocol) ->
         assert server.ended()["length"] == 7
 
 
-async def test_a_model_that_is_not_there_or_not_for_text_is_said() -> None:
+async def test_an_unknown_or_non_text_model_is_reported() -> None:
     with pytest.raises(grpc.aio.AioRpcError, match="no model other"):
         await measured(Server(marks_end=True, raw=True, inputs={"text_input": "BYTES"}), "--model", "other")
     with pytest.raises(ValueError, match="writer: no BYTES tensor text_input; it has ids"):

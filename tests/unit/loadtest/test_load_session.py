@@ -1,4 +1,4 @@
-"""A run in parts: together they send what one process would send, and the book loses nothing and invents nothing."""
+"""Shares of a run together equal a single process's run, and the ledger adds up exactly."""
 
 from __future__ import annotations
 
@@ -76,14 +76,14 @@ def test_a_request_belongs_to_the_stage_in_which_it_was_sent() -> None:
     assert [part.ended(flight, "OK").stage for flight in (before, after)] == ["", "64 tokens"]
 
 
-def test_hosts_agree_on_the_begin_by_the_only_clock_they_have_in_common() -> None:
+def test_the_begin_is_a_time_of_day() -> None:
     part = session(begin=time.time() + 100.0)
     assert part.now() == pytest.approx(-100.0, abs=1.0)
     flight, _ = part.offer(0, due=-100.5)
     assert part.ended(flight, "OK").lateness == pytest.approx(0.5, abs=1.0)
 
 
-def test_giving_up_ends_what_is_sent_and_what_is_just_being_sent() -> None:
+def test_cancelling_ends_requests_that_are_sent_or_about_to_be() -> None:
     cancelled: list[int] = []
     part = session()
     flights = [part.offer(number)[0] for number in range(2)]
@@ -97,7 +97,7 @@ def test_giving_up_ends_what_is_sent_and_what_is_just_being_sent() -> None:
 
 
 def sent(part: Session) -> Any:
-    """As a message brings it."""
+    """A report after its journey through JSON."""
     return json.loads(json.dumps(part.report()))
 
 
@@ -106,7 +106,7 @@ def end(part: Session, flight: Flight) -> None:
     part.ended(flight, "OK")
 
 
-def test_the_ledger_adds_up_what_parts_tell_piece_by_piece() -> None:
+def test_the_ledger_adds_up_partial_reports() -> None:
     ledger = Ledger("run", 2, is_open=True)
     parts = [session(index=index, count=2) for index in range(2)]
     flights = [part.offer(part.take() or 0)[0] for part in parts for _ in range(2)]
@@ -124,7 +124,7 @@ def test_the_ledger_adds_up_what_parts_tell_piece_by_piece() -> None:
     assert (run.offered, len(run.records), len(run.clients)) == (4, 3, 2)
 
 
-def test_the_ledger_knows_which_parts_have_sent_all_and_which_have_nothing_in_flight() -> None:
+def test_the_ledger_knows_which_shares_are_exhausted_and_drained() -> None:
     ledger = Ledger("run", 2)
     parts = [session("--requests", "2", index=index, count=2) for index in range(2)]
     assert not ledger.is_exhausted([0])
@@ -144,7 +144,7 @@ def test_the_ledger_knows_which_parts_have_sent_all_and_which_have_nothing_in_fl
     assert not ledger.is_drained([0, 1])
 
 
-def test_what_a_part_of_a_run_before_still_tells_is_not_for_this_book() -> None:
+def test_the_ledger_ignores_reports_of_an_earlier_run() -> None:
     ledger = Ledger("run", 1)
     late = session(run="before")
     end(late, late.offer(0)[0])
@@ -152,17 +152,7 @@ def test_what_a_part_of_a_run_before_still_tells_is_not_for_this_book() -> None:
     assert (ledger.to_run().offered, ledger.to_run().records) == (0, ())
 
 
-def test_a_part_that_fell_silent_leaves_its_requests_missing() -> None:
-    ledger = Ledger("run", 1)
-    part = session()
-    flights = [part.offer(number)[0] for number in range(3)]
-    end(part, flights[0])
-    ledger.add(sent(part))
-    run = ledger.to_run()
-    assert run.offered - len(run.records) == 2
-
-
-def test_a_part_that_never_told_of_itself_is_known_to_be_silent() -> None:
+def test_a_share_that_never_reports_is_silent() -> None:
     ledger = Ledger("run", 2)
     part = session()
     end(part, part.offer(0)[0])
