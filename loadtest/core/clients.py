@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import grpc
 
@@ -20,7 +20,6 @@ from loadtest.core.wire import Facts, Sampling, TextModel
 from loadtest.core.workload import Prompt
 from onward.inference import open_inference_pb2 as oip
 from onward.inference.open_inference_pb2_grpc import GRPCInferenceServiceStub
-from onward.v1 import generation_pb2 as pb
 from onward.v1 import model_pb2 as models
 from onward.v1.generation_pb2_grpc import GenerationServiceStub
 from onward.v1.model_pb2_grpc import ModelServiceStub
@@ -42,151 +41,92 @@ class WireProtocol(StrEnum):
     OIP = "oip"
 
 
-class Call(Protocol):
-    """A request in flight, streamed or unary."""
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A request in flight, streamed or unary.
 
-    def cancel(self) -> bool:
-        """Cancels it."""
-        ...
+    Iterating `pieces` raises grpc.aio.AioRpcError if the call ends with a status other than OK, and
+    asyncio.CancelledError if it was cancelled.
+    """
 
-    def pieces(self) -> AsyncGenerator[Piece, None]:
-        """Its messages, decoded.
-
-        Raises:
-            grpc.aio.AioRpcError: if it ends with a status other than OK.
-            asyncio.CancelledError: if it was cancelled.
-        """
-        ...
+    pieces: AsyncGenerator[Piece, None]
+    cancel: Callable[[], bool]
 
 
-class Client(Protocol):
-    """A client of one model."""
+Start: TypeAlias = Callable[[Prompt, str, float | None], Call]
+"""Sends a prompt under a request id with a deadline in seconds; None for no deadline."""
 
-    facts: Facts
+
+class Client:
+    """A client of one model, round-robin over its channels; `counts_prompts` if prompts are sent as token ids."""
+
+    def __init__(self, facts: Facts, starts: Sequence[Start], *, counts_prompts: bool) -> None:
+        self.facts = facts
+        self._starts = itertools.cycle(starts)
+        self._counts_prompts = counts_prompts
 
     def ask(self, prompt: Prompt, request_id: str, timeout_seconds: float | None) -> Call:
         """Sends a request with this deadline; None for no deadline."""
-        ...
+        return next(self._starts)(prompt, request_id, timeout_seconds)
 
     def known_prompt_tokens(self, prompt: Prompt) -> int | None:
         """The number of prompt tokens; None if only the server can count them."""
-        ...
+        return len(prompt.token_ids) if self._counts_prompts else None
 
 
-@dataclass(frozen=True, slots=True)
-class _OnwardCall:
-    call: grpc.aio.UnaryStreamCall[pb.GenerateStreamRequest, pb.GenerateStreamResponse]
+def _onward(channel: grpc.aio.Channel, model: str, sampling: Sampling, access: Access, *, is_streamed: bool) -> Start:
+    stub: GenerationServiceAsyncStub = GenerationServiceStub(channel)
 
-    def cancel(self) -> bool:
-        return self.call.cancel()
-
-    async def pieces(self) -> AsyncGenerator[Piece, None]:
-        async for event in self.call:
-            yield wire.onward_piece(event)
-
-
-@dataclass(frozen=True, slots=True)
-class _WholeCall(Generic[Answer]):
-    """A unary call: its answer is one piece."""
-
-    call: grpc.aio.UnaryUnaryCall[Any, Answer]
-    read: Callable[[Answer], Piece]
-
-    def cancel(self) -> bool:
-        return self.call.cancel()
-
-    async def pieces(self) -> AsyncGenerator[Piece, None]:
-        yield self.read(await self.call)
-
-
-class OnwardClient:
-    """Calls `onward.v1`, streaming or unary, round-robin over its channels."""
-
-    def __init__(
-        self,
-        channels: Sequence[grpc.aio.Channel],
-        facts: Facts,
-        sampling: Sampling,
-        access: Access,
-        *,
-        is_streamed: bool,
-    ) -> None:
-        self.facts = facts
-        self._sampling = sampling
-        self._metadata = access.metadata
-        self._is_streamed = is_streamed
-        stubs: list[GenerationServiceAsyncStub] = [GenerationServiceStub(channel) for channel in channels]
-        self._stubs = itertools.cycle(stubs)
-
-    def ask(self, prompt: Prompt, request_id: str, timeout_seconds: float | None) -> Call:
-        """See `Client.ask`."""
-        model, sampling, stub = self.facts.model, self._sampling, next(self._stubs)
-        if not self._is_streamed:
-            whole = wire.onward_whole_request(prompt, request_id, model, sampling)
-            return _WholeCall(
-                stub.Generate(whole, timeout=timeout_seconds, metadata=self._metadata), wire.onward_answer
-            )
+    def stream(prompt: Prompt, request_id: str, timeout: float | None) -> Call:
         request = wire.onward_request(prompt, request_id, model, sampling)
-        return _OnwardCall(stub.GenerateStream(request, timeout=timeout_seconds, metadata=self._metadata))
+        call = stub.GenerateStream(request, timeout=timeout, metadata=access.metadata)
+        return Call((wire.onward_piece(event) async for event in call), call.cancel)
 
-    def known_prompt_tokens(self, prompt: Prompt) -> int | None:
-        """The number of ids sent; the server's usage overrides it."""
-        return len(prompt.token_ids)
+    def ask(prompt: Prompt, request_id: str, timeout: float | None) -> Call:
+        request = wire.onward_whole_request(prompt, request_id, model, sampling)
+        call = stub.Generate(request, timeout=timeout, metadata=access.metadata)
+        return Call(_read_answer(call, wire.onward_answer), call.cancel)
 
-
-@dataclass(frozen=True, slots=True)
-class _OpenInferenceCall:
-    call: grpc.aio.StreamStreamCall[oip.ModelInferRequest, oip.ModelStreamInferResponse]
-    text_output: str
-
-    def cancel(self) -> bool:
-        return self.call.cancel()
-
-    async def pieces(self) -> AsyncGenerator[Piece, None]:
-        has_answered = is_end_marked = False
-        async for message in self.call:
-            has_answered = True
-            is_end_marked |= wire.has_final_flag(message)
-            yield wire.oip_piece(message, self.text_output)
-        # Some servers never mark the last message: the end of the stream does.
-        if has_answered and not is_end_marked:
-            yield Piece(0, is_last=True)
+    return stream if is_streamed else ask
 
 
-class OpenInferenceClient:
-    """Calls the Open Inference Protocol, one stream per request or unary, round-robin over its channels."""
+def _open_inference(
+    channel: grpc.aio.Channel, model: TextModel, sampling: Sampling, access: Access, *, is_streamed: bool
+) -> Start:
+    """One stream for each request, or unary calls."""
+    stub: GRPCInferenceServiceAsyncStub = GRPCInferenceServiceStub(channel)
 
-    def __init__(
-        self,
-        channels: Sequence[grpc.aio.Channel],
-        model: TextModel,
-        sampling: Sampling,
-        access: Access,
-        *,
-        is_streamed: bool,
-    ) -> None:
-        self.facts = Facts(model.name, len(wire.WORDS))
-        self._model = model
-        self._sampling = sampling
-        self._metadata = access.metadata
-        self._is_streamed = is_streamed
-        stubs: list[GRPCInferenceServiceAsyncStub] = [GRPCInferenceServiceStub(channel) for channel in channels]
-        self._stubs = itertools.cycle(stubs)
+    def stream(prompt: Prompt, request_id: str, timeout: float | None) -> Call:
+        request = model.request(prompt, request_id, sampling)
+        metadata = (*wire.REAL_STATUSES, *access.metadata)
+        call = stub.ModelStreamInfer(iter([request]), timeout=timeout, metadata=metadata)
+        return Call(_read_open_inference(call, model.text_output), call.cancel)
 
-    def ask(self, prompt: Prompt, request_id: str, timeout_seconds: float | None) -> Call:
-        """See `Client.ask`."""
-        model, stub = self._model, next(self._stubs)
-        request = model.request(prompt, request_id, self._sampling, is_streamed=self._is_streamed)
-        if not self._is_streamed:
-            read = partial(wire.oip_answer, text_output=model.text_output)
-            return _WholeCall(stub.ModelInfer(request, timeout=timeout_seconds, metadata=self._metadata), read)
-        metadata = (*wire.REAL_STATUSES, *self._metadata)
-        call = stub.ModelStreamInfer(iter([request]), timeout=timeout_seconds, metadata=metadata)
-        return _OpenInferenceCall(call, model.text_output)
+    def ask(prompt: Prompt, request_id: str, timeout: float | None) -> Call:
+        request = model.request(prompt, request_id, sampling, is_streamed=False)
+        call = stub.ModelInfer(request, timeout=timeout, metadata=access.metadata)
+        return Call(_read_answer(call, partial(wire.oip_answer, text_output=model.text_output)), call.cancel)
 
-    def known_prompt_tokens(self, prompt: Prompt) -> int | None:  # noqa: ARG002
-        """None: the server tokenizes the text."""
-        return None
+    return stream if is_streamed else ask
+
+
+async def _read_answer(
+    call: grpc.aio.UnaryUnaryCall[Any, Answer], read: Callable[[Answer], Piece]
+) -> AsyncGenerator[Piece, None]:
+    yield read(await call)
+
+
+async def _read_open_inference(
+    call: grpc.aio.StreamStreamCall[oip.ModelInferRequest, oip.ModelStreamInferResponse], text_output: str
+) -> AsyncGenerator[Piece, None]:
+    has_answered = is_end_marked = False
+    async for message in call:
+        has_answered = True
+        is_end_marked |= wire.has_final_flag(message)
+        yield wire.oip_piece(message, text_output)
+    # Some servers never mark the last message: the end of the stream does.
+    if has_answered and not is_end_marked:
+        yield Piece(0, is_last=True)
 
 
 @contextlib.asynccontextmanager
@@ -211,24 +151,21 @@ async def connect(
     """
     async with contextlib.AsyncExitStack() as stack:
         channels = [await stack.enter_async_context(access.open_async(target)) for _ in range(connections)]
-        client: Client
         if protocol is WireProtocol.ONWARD:
             answer = await ModelServiceStub(channels[0]).GetModel(
                 models.GetModelRequest(model=model), timeout=_FACTS_TIMEOUT_SECONDS, metadata=access.metadata
             )
-            client = OnwardClient(channels, wire.onward_facts(answer), sampling, access, is_streamed=is_streamed)
+            facts = wire.onward_facts(answer)
+            starts = [_onward(each, facts.model, sampling, access, is_streamed=is_streamed) for each in channels]
         else:
             metadata = await GRPCInferenceServiceStub(channels[0]).ModelMetadata(
                 oip.ModelMetadataRequest(name=model), timeout=_FACTS_TIMEOUT_SECONDS, metadata=access.metadata
             )
             text_model = TextModel.from_metadata(metadata)
-            client = OpenInferenceClient(channels, text_model, sampling, access, is_streamed=is_streamed)
+            facts = Facts(text_model.name, len(wire.WORDS))
+            starts = [_open_inference(each, text_model, sampling, access, is_streamed=is_streamed) for each in channels]
         # Connection set-up must not count as latency of the first requests.
         for channel in channels[1:]:
-            await _connected(channel)
-        yield client
-
-
-async def _connected(channel: grpc.aio.Channel) -> None:
-    async with asyncio.timeout(_CONNECT_TIMEOUT_SECONDS):
-        await channel.channel_ready()
+            async with asyncio.timeout(_CONNECT_TIMEOUT_SECONDS):
+                await channel.channel_ready()
+        yield Client(facts, starts, counts_prompts=protocol is WireProtocol.ONWARD)

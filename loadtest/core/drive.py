@@ -165,7 +165,7 @@ class Driver:
         """Records every message; returns the final code and detail."""
         watch = flight.watch
         try:
-            async with contextlib.aclosing(flight.call.pieces()) as pieces:
+            async with contextlib.aclosing(flight.call.pieces) as pieces:
                 async for piece in pieces:
                     watch.saw(piece, self._now())
                     if piece.error:

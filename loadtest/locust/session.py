@@ -168,17 +168,6 @@ class Session:
 
 
 @dataclass(slots=True)
-class _Part:
-    """The last reported state of one share."""
-
-    offered: int = 0
-    is_exhausted: bool = False
-    is_drained: bool = False
-    began: float = 0.0
-    client: ClientLoad | None = None
-
-
-@dataclass(slots=True)
 class Ledger:
     """The reports of all shares of one run."""
 
@@ -186,45 +175,36 @@ class Ledger:
     count: int = 0
     is_open: bool = False
     records: list[Record] = field(default_factory=list)
-    _parts: dict[int, _Part] = field(default_factory=dict)
+    _last: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    """The last report of each share, by its index."""
 
     def add(self, message: Mapping[str, Any]) -> None:
         """Adds a session's report; ignores those of earlier runs."""
-        if message["run"] != self.run:
-            return
-        self.records += [Record.from_dict(each) for each in message["records"]]
-        self._parts[message["index"]] = _Part(
-            offered=message["offered"],
-            is_exhausted=message["is_exhausted"],
-            is_drained=message["is_drained"],
-            began=message["began"],
-            client=ClientLoad(**message["client"]),
-        )
+        if message["run"] == self.run:
+            self.records += [Record.from_dict(each) for each in message["records"]]
+            self._last[message["index"]] = {**message, "records": ()}
 
     def is_exhausted(self, indices: Sequence[int]) -> bool:
         """Whether these shares have been sent completely."""
-        return all(self._part(index).is_exhausted for index in indices)
+        return all(index in self._last and self._last[index]["is_exhausted"] for index in indices)
 
     def is_drained(self, indices: Sequence[int]) -> bool:
         """Whether these shares have stopped and have no request in flight."""
-        return all(self._part(index).is_drained for index in indices)
+        return all(index in self._last and self._last[index]["is_drained"] for index in indices)
 
     @property
     def began(self) -> list[float]:
-        """When each share began, on its host's monotonic clock."""
-        return [self._part(index).began for index in range(self.count)]
-
-    def _part(self, index: int) -> _Part:
-        return self._parts.get(index, _Part())
+        """When each share began, on its host's monotonic clock; 0 for a silent one."""
+        return [self._last[index]["began"] if index in self._last else 0.0 for index in range(self.count)]
 
     def to_run(self) -> Run:
         """The run so far."""
-        parts = [self._part(index) for index in range(self.count)]
+        reports = [self._last[index] for index in sorted(self._last)]
         return Run(
             records=tuple(self.records),
-            offered=sum(part.offered for part in parts),
+            offered=sum(each["offered"] for each in reports),
             seconds=max((record.ended for record in self.records), default=0.0),
-            clients=tuple(part.client for part in parts if part.client is not None),
+            clients=tuple(ClientLoad(**each["client"]) for each in reports),
             is_open=self.is_open,
-            silent=self.count - len(self._parts),
+            silent=self.count - len(reports),
         )
