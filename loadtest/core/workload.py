@@ -6,9 +6,10 @@ Request k is a function of the seed and of k alone, independent of the sending p
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 import numpy as np
 
@@ -17,57 +18,8 @@ FIRST_TOKEN_ID = 4
 _SEED_MASK = (1 << 64) - 1
 
 
-class Lengths(Protocol):
-    """A distribution of lengths."""
-
-    def draw(self, source: np.random.Generator, row: float) -> int:
-        """A length, at least 1. `row`, from 0 to 1, selects a file's line, the same for both lengths of a request."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Fixed:
-    """One constant length."""
-
-    tokens: int
-
-    def draw(self, source: np.random.Generator, row: float) -> int:  # noqa: ARG002 (nothing to draw)
-        """The length."""
-        return self.tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Uniform:
-    """Uniform from `least` to `most`, both included."""
-
-    least: int
-    most: int
-
-    def draw(self, source: np.random.Generator, row: float) -> int:  # noqa: ARG002
-        """A length."""
-        return int(source.integers(self.least, self.most, endpoint=True))
-
-
-@dataclass(frozen=True, slots=True)
-class Geometric:
-    """Geometric with this mean, at least 1: many short lengths, a long tail."""
-
-    mean: float
-
-    def draw(self, source: np.random.Generator, row: float) -> int:  # noqa: ARG002
-        """A length."""
-        return int(source.geometric(1.0 / self.mean))
-
-
-@dataclass(frozen=True, slots=True)
-class Empirical:
-    """Observed lengths: each request takes one by its row."""
-
-    tokens: tuple[int, ...]
-
-    def draw(self, source: np.random.Generator, row: float) -> int:  # noqa: ARG002
-        """The length at the request's row."""
-        return self.tokens[min(int(row * len(self.tokens)), len(self.tokens) - 1)]
+Lengths: TypeAlias = Callable[[np.random.Generator, float], int]
+"""Draws a length, at least 1. The number, from 0 to 1, selects a file's line; a request's lengths share it."""
 
 
 def parse_lengths(text: str, name: str, column: int = 0) -> Lengths:
@@ -85,19 +37,21 @@ def parse_lengths(text: str, name: str, column: int = 0) -> Lengths:
     kind, _, rest = text.partition(":")
     try:
         if not rest:
-            return Fixed(_at_least_one(kind))
+            tokens = _at_least_one(kind)
+            return lambda _, __: tokens
         if kind == "uniform":
             least, most = (_at_least_one(each) for each in rest.split(":"))
             if most < least:
                 raise ValueError(f"{most} is below {least}")
-            return Uniform(least, most)
+            return lambda source, _: int(source.integers(least, most, endpoint=True))
         if kind == "geometric":
             mean = float(rest)
             if not (math.isfinite(mean) and mean >= 1.0):
                 raise ValueError(f"a mean of {rest} is below 1")
-            return Geometric(mean)
+            return lambda source, _: int(source.geometric(1.0 / mean))
         if kind == "file":
-            return Empirical(_read_lengths(Path(rest), column))
+            seen = _read_lengths(Path(rest), column)
+            return lambda _, row: seen[min(int(row * len(seen)), len(seen) - 1)]
     except ValueError as error:
         raise ValueError(f"{name}: {text!r}: {error}") from None
     raise ValueError(f"{name}: {text!r} is none of N, uniform:LEAST:MOST, geometric:MEAN, file:PATH")
@@ -194,8 +148,8 @@ class Workload:
         """Request `number`, from 0; `prompt_tokens` overrides the drawn length."""
         source = self._source(number + 1)
         row, shares, cancels = source.random(3).tolist()
-        length = self.prompt_tokens.draw(source, row)
-        max_tokens = self.max_tokens.draw(source, row)
+        length = self.prompt_tokens(source, row)
+        max_tokens = self.max_tokens(source, row)
         length = length if prompt_tokens is None else prompt_tokens
         prefix = self._prefix[: length - 1] if shares < self.prefix_share else ()
         return Prompt(

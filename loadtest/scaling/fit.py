@@ -94,7 +94,6 @@ class Curve:
 class Bootstrap:
     """Refits: medians `[draws, J]`, coefficients `[draws, degree + 1]`."""
 
-    lengths: Array
     medians: Array
     coefficients: Array
 
@@ -253,7 +252,7 @@ def resample(samples: Samples, degree: int, draws: int, rng: np.random.Generator
     ]
     medians = np.column_stack(columns)
     coefficients = np.array([fit(Medians(lengths, each), degree).coefficients for each in medians])
-    return Bootstrap(lengths, medians, coefficients)
+    return Bootstrap(medians, coefficients)
 
 
 def local_slopes(found: Examination) -> LocalSlopes:

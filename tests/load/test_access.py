@@ -1,4 +1,4 @@
-"""Who asks whom: files and keys are read and checked, and a guarded server is driven by those who have them."""
+"""TLS files and API keys: read, validated, and required by a guarded server."""
 
 from __future__ import annotations
 

@@ -13,7 +13,6 @@ import pytest
 from loadtest import bench, capacity
 from loadtest.core.arrivals import Pattern
 from loadtest.core.options import add_options, read_options
-from loadtest.core.workload import Fixed, Geometric
 from loadtest.locust import stages
 from loadtest.locust.options import add_run_options, option_names, read_run_options
 from loadtest.locust.stages import Stage
@@ -73,11 +72,12 @@ def test_zero_is_no_limit_and_answers_have_their_full_length_by_default() -> Non
 def test_text_from_a_web_form_is_converted() -> None:
     options = run_options(
         rate="3.5", seed="7", requests="", goodput="ttft:500 tpot:50", arrivals="poisson", think="", honour_eos="true",
-        max_tokens="geometric:20", prompt_tokens="64", stage_seconds="5", report_detailed="true", run_time=10,
+        max_tokens="20", prompt_tokens="64", stage_seconds="5", report_detailed="true", run_time=10,
     )  # fmt: skip
     assert (options.load.arrivals.rate, options.load.seed, options.load.requests) == (3.5, 7, None)
     assert options.load.wanted.objectives == {"ttft": 500.0, "tpot": 50.0}
-    assert (options.load.prompt_tokens, options.load.max_tokens) == (Fixed(64), Geometric(20.0))
+    prompt = options.load.workload(100).prompt(0)
+    assert (len(prompt.token_ids), prompt.max_tokens) == (64, 20)
     assert options.load.sampling.ignore_eos is False
     assert (options.think_seconds, options.stage_seconds, options.seconds) == (0.0, 5.0, 10.0)
     assert options.is_report_detailed

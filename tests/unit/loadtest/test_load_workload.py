@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.core.workload import FIRST_TOKEN_ID, Fixed, Uniform, Workload, parse_lengths
+from loadtest.core.workload import FIRST_TOKEN_ID, Workload, parse_lengths
 
 VOCAB = 1000
 COUNT = 4000
@@ -131,8 +131,8 @@ def test_as_many_clients_as_asked_give_up() -> None:
 def test_fields_that_do_not_fit_are_all_named() -> None:
     with pytest.raises(ValueError, match=r"vocab_size: 4 .*; prefix_tokens: -1 .*; prefix_share: 2 .*cancel_after"):
         Workload(
-            prompt_tokens=Fixed(1),
-            max_tokens=Uniform(1, 2),
+            prompt_tokens=parse_lengths("1", ""),
+            max_tokens=parse_lengths("1", ""),
             vocab_size=4,
             prefix_tokens=-1,
             prefix_share=2,
