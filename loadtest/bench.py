@@ -38,7 +38,7 @@ _DEFAULT_REQUESTS = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings(ServerSettings):
+class BenchSettings(ServerSettings):
     """The benchmark's settings; `seconds` and `max_concurrency` are None without a limit."""
 
     max_concurrency: int | None = None
@@ -54,7 +54,7 @@ class Result:
     began: float
 
 
-async def measure(settings: Settings) -> Result:
+async def measure(settings: BenchSettings) -> Result:
     """Warms up, then runs.
 
     Raises:
@@ -70,7 +70,7 @@ async def measure(settings: Settings) -> Result:
         return Result(run, client.facts.model, driver.began)
 
 
-async def _drive(driver: Driver, settings: Settings) -> Run:
+async def _drive(driver: Driver, settings: BenchSettings) -> Run:
     load, limit = settings.load, settings.max_concurrency
     count = load.requests
     if load.arrivals is not None:
@@ -135,7 +135,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _describe(settings: Settings, options: argparse.Namespace, result: Result) -> dict[str, Any]:
+def _describe(settings: BenchSettings, options: argparse.Namespace, result: Result) -> dict[str, Any]:
     load = settings.load
     return {
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -160,7 +160,7 @@ def _path(options: argparse.Namespace, model: str) -> Path:
     return Path(options.result_dir) / name
 
 
-def _settings(options: argparse.Namespace) -> Settings:
+def _settings(options: argparse.Namespace) -> BenchSettings:
     problems = []
     if options.max_concurrency < 0:
         problems.append(f"--max-concurrency: {options.max_concurrency} is below 0")
@@ -172,7 +172,7 @@ def _settings(options: argparse.Namespace) -> Settings:
         problems.append("--duration: without --request-rate or --max-concurrency everything is sent at once")
     if options.trace:
         options.arrivals = "trace"
-    return Settings.read(
+    return BenchSettings.read(
         options,
         problems,
         max_concurrency=options.max_concurrency or None,

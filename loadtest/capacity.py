@@ -45,7 +45,7 @@ _FIRST_OPEN_STREAM = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings(ServerSettings):
+class CapacitySettings(ServerSettings):
     """The sweep's settings; `users` of the closed loop is None for the server's batch size."""
 
     pattern: Pattern = Pattern.POISSON
@@ -56,7 +56,7 @@ class Settings(ServerSettings):
     users: int | None = None
 
 
-async def measure(settings: Settings) -> dict[str, Any]:
+async def measure(settings: CapacitySettings) -> dict[str, Any]:
     """Warms up, measures the capacity and offers each load; returns the report as plain values for JSON.
 
     Raises:
@@ -89,7 +89,7 @@ async def measure(settings: Settings) -> dict[str, Any]:
         }
 
 
-async def _offer(client: Client, settings: Settings, number: int, capacity: float) -> dict[str, Any]:
+async def _offer(client: Client, settings: CapacitySettings, number: int, capacity: float) -> dict[str, Any]:
     """Offers one load, by its index."""
     load = settings.load
     factor = settings.loads[number]
@@ -168,7 +168,7 @@ def main(arguments: Sequence[str]) -> int:
     return 1 if any(each["missing"] or each["offered"] != each["scheduled"] for each in report["loads"]) else 0
 
 
-def _settings(options: argparse.Namespace) -> Settings:
+def _settings(options: argparse.Namespace) -> CapacitySettings:
     problems = [
         f"--{name.replace('_', '-')}: {getattr(options, name)} is not above 0"
         for name in ("seconds", "closed_seconds")
@@ -183,7 +183,7 @@ def _settings(options: argparse.Namespace) -> Settings:
         loads = ()
     if not loads or any(not (math.isfinite(each) and each > 0.0) for each in loads):
         problems.append(f"--loads: {options.loads!r} is not a list of shares above 0, as in 0.5,0.8,1.2")
-    return Settings.read(
+    return CapacitySettings.read(
         options,
         problems,
         pattern=pattern,

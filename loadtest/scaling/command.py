@@ -36,7 +36,7 @@ from typing import Any
 from loadtest import machine
 from loadtest.scaling import report, study
 from loadtest.scaling.judge import drift, judge
-from loadtest.scaling.study import Found, Settings
+from loadtest.scaling.study import Found, StudySettings
 
 BUILD = Path("build/scaling")
 DOCS = Path("docs/results")
@@ -58,7 +58,7 @@ class Measured:
     """Samples and the conditions under which they were taken, as the report prints them."""
 
     found: Found
-    settings: Settings
+    settings: StudySettings
     conditions: Mapping[str, Any]
 
 
@@ -102,7 +102,7 @@ def read_samples(path: Path) -> Measured:
     # Runs that do not record `settle` had none.
     settings = {"settle": 0, **stored["settings"]}
     conditions = {name: stored[name] for name in ("machine", "versions", "date", "quick", "seconds", "capacity")}
-    return Measured(found, Settings(**{**settings, "overrides": tuple(settings["overrides"])}), conditions)
+    return Measured(found, StudySettings(**{**settings, "overrides": tuple(settings["overrides"])}), conditions)
 
 
 def conclude(measured: Measured, options: argparse.Namespace, say: Callable[[str], None]) -> int:
@@ -147,7 +147,7 @@ def _drift(results: Mapping[str, Any], options: argparse.Namespace) -> dict[str,
 
 def make_parser() -> argparse.ArgumentParser:
     """The command line."""
-    defaults = Settings()
+    defaults = StudySettings()
     parser = argparse.ArgumentParser(
         prog="python -m loadtest scaling", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
     )
@@ -165,7 +165,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _parse(arguments: Sequence[str]) -> tuple[Settings, argparse.Namespace]:
+def _parse(arguments: Sequence[str]) -> tuple[StudySettings, argparse.Namespace]:
     parser = make_parser()
     options = parser.parse_args(arguments)
     for name, least in (("lengths", MIN_LENGTHS), ("repeats", MIN_REPEATS), ("chunk", 1), ("threads", 1)):
@@ -176,7 +176,7 @@ def _parse(arguments: Sequence[str]) -> tuple[Settings, argparse.Namespace]:
     for name in ("samples", "capacity"):
         if getattr(options, name) is not None and not getattr(options, name).is_file():
             parser.error(f"--{name} is {getattr(options, name)}, must be a file")
-    settings = Settings(
+    settings = StudySettings(
         num_lengths=options.lengths,
         repeats=options.repeats,
         chunk=options.chunk,

@@ -16,7 +16,7 @@ import numpy as np
 from loadtest.scaling import fit, operations
 from loadtest.scaling.claims import CLAIMS, WITNESSES
 from loadtest.scaling.fit import Curve, Examination, Interval, Samples
-from loadtest.scaling.study import Found, Settings
+from loadtest.scaling.study import Found, StudySettings
 from model.spec.config import ModelConfig
 
 MAX_DRIFT = 2.0
@@ -29,7 +29,7 @@ DRIFTING = (
 )
 """Figures compared with the baseline: lengths at which two terms are equal, and exponents. None is a time."""
 COMPARABLE = ("preset", "overrides", "chunk", "threads")
-"""Settings that change those figures: runs that differ in one of them are not compared."""
+"""StudySettings that change those figures: runs that differ in one of them are not compared."""
 _TERMS = "abcd"
 _DEGREES = ("constant", "linear", "quadratic", "cubic")
 # Synthetic times scatter like those of a noisy machine, with a few outliers.
@@ -39,7 +39,7 @@ Truth: TypeAlias = Callable[[float], fit.Array | float]
 """Seconds by length."""
 
 
-def judge(found: Found, settings: Settings, *, draws: int = 2000) -> dict[str, Any]:
+def judge(found: Found, settings: StudySettings, *, draws: int = 2000) -> dict[str, Any]:
     """Examines every claim and control; `draws` is the size of each bootstrap.
 
     Returns:
@@ -162,7 +162,7 @@ def rivals(line: Curve, longest: float) -> dict[str, Truth]:
     }
 
 
-def _control(found: Found, settings: Settings, draws: int) -> tuple[dict[str, Any], list[str]]:
+def _control(found: Found, settings: StudySettings, draws: int) -> tuple[dict[str, Any], list[str]]:
     """Checks that the procedure rejects and accepts what it must; returns figures and failures."""
     prefill = fit.medians_of(found.series["prefill"])
     lengths = [float(length) for length in prefill.lengths]
@@ -198,7 +198,7 @@ def _control(found: Found, settings: Settings, draws: int) -> tuple[dict[str, An
     return controls, failures
 
 
-def _operations(found: Found, settings: Settings) -> dict[str, Any]:
+def _operations(found: Found, settings: StudySettings) -> dict[str, Any]:
     """FLOPs beside seconds by length, and the length at which attention takes half of the FLOPs."""
     config = ModelConfig.from_dict(found.facts["config"])
     figures: dict[str, Any] = {"n_star": operations.crossover(config)}

@@ -57,8 +57,8 @@ _SOURCE_ROWS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """Settings of the measurement; lengths are in tokens.
+class StudySettings:
+    """StudySettings of the measurement; lengths are in tokens.
 
     Lengths are geometric, from `shortest` to the context. Decode generates `new` tokens, decode without a cache
     `new_without_cache`. `overrides` change the preset, as `key=value`: five times n* needs a longer context, and one KV
@@ -113,7 +113,7 @@ class Found:
 Say = Callable[[str], None]
 
 
-def carry_out(settings: Settings, build: Path, say: Say) -> Found:
+def carry_out(settings: StudySettings, build: Path, say: Say) -> Found:
     """Takes all samples; replaces the models in `build`, and reports progress to `say`.
 
     Raises:
@@ -149,7 +149,7 @@ def passes(lengths: Sequence[int], repeats: int, source: random.Random) -> Itera
 class _Study:
     """One run of the study."""
 
-    def __init__(self, settings: Settings, build: Path, say: Say) -> None:
+    def __init__(self, settings: StudySettings, build: Path, say: Say) -> None:
         self._settings = settings
         self._build = build
         self._say = say
@@ -361,7 +361,7 @@ def _make_artifact(folder: Path, recipe: str, overrides: Sequence[str], say: Say
 
 @contextmanager
 def _recurrence(
-    config: ModelConfig, settings: Settings, chunk: int
+    config: ModelConfig, settings: StudySettings, chunk: int
 ) -> Iterator[tuple[dict[str, Any], Callable[[Sequence[int]], float]]]:
     """Starts a child that times a recurrent model of the transformer's size; yields its facts and a timer of texts."""
     command = [sys.executable, "-m", "benchmarks.training.recurrence", "--config", json.dumps(config.to_dict())]

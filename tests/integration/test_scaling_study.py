@@ -20,7 +20,7 @@ from benchmarks.training import recurrence
 from loadtest.scaling import judge, study
 from loadtest.scaling.claims import CLAIMS
 from loadtest.scaling.probe import Probe, probing
-from loadtest.scaling.study import Settings
+from loadtest.scaling.study import StudySettings
 from loadtest.serving import Server
 from model.spec import cost
 from model.spec.config import ModelConfig
@@ -195,7 +195,7 @@ def take_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_study_of_tiny_models_asks_every_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     take_tiny(monkeypatch)
-    settings = Settings(
+    settings = StudySettings(
         num_lengths=6,
         repeats=2,
         shortest=16,
@@ -239,14 +239,14 @@ def test_a_study_of_tiny_models_asks_every_question(tmp_path: Path, monkeypatch:
 
 def test_a_failed_command_is_reported_with_its_stderr(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"model exited with 2: .*nonesuch"):
-        study.carry_out(Settings(preset="nonesuch"), tmp_path, lambda _: None)
+        study.carry_out(StudySettings(preset="nonesuch"), tmp_path, lambda _: None)
 
 
 def test_a_recurrent_model_that_dies_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     encoder_decoder = tiny_config("encoder-decoder")
     with (
         pytest.raises(RuntimeError, match="the recurrent model's process ended, exit code 1"),
-        study._recurrence(encoder_decoder, Settings(threads=1), 8),
+        study._recurrence(encoder_decoder, StudySettings(threads=1), 8),
     ):
         pass
 

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from loadtest import bench
-from loadtest.bench import Settings
+from loadtest.bench import BenchSettings
 from loadtest.core.access import Access, add_access, read_access
 from loadtest.core.clients import WireProtocol
 from loadtest.core.figures import summarize
@@ -67,7 +67,7 @@ async def test_a_guarded_server_needs_certificate_and_key(protocol: WireProtocol
         async def measured(*words: str) -> dict[str, object]:
             load = options("--model", MODEL, "--num-prompts", "4", "--max-tokens", "3", "--prompt-tokens", "2", *words)
             target = f"127.0.0.1:{server.endpoint.port}"
-            settings = Settings(target=target, protocol=protocol, load=load, max_concurrency=2, connections=2)
+            settings = BenchSettings(target=target, protocol=protocol, load=load, max_concurrency=2, connections=2)
             return summarize((await bench.measure(settings)).run)
 
         assert (await measured(*tls, *own, "--api-key-file", str(shown)))["finished"] == 4

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from loadtest import bench, capacity
-from loadtest.bench import Result, Settings
+from loadtest.bench import BenchSettings, Result
 from loadtest.capacity import capacity_of
 from loadtest.core.arrivals import Arrivals, Pattern
 from loadtest.core.clients import WireProtocol, connect
@@ -49,7 +49,7 @@ def options(*words: str) -> LoadOptions:
 async def measured(target: str, *words: str, **settings: Any) -> Result:
     load = options(*words)
     return await bench.measure(
-        Settings(target=target, protocol=WireProtocol.ONWARD, load=load, **{"warmups": 0, **settings})
+        BenchSettings(target=target, protocol=WireProtocol.ONWARD, load=load, **{"warmups": 0, **settings})
     )
 
 

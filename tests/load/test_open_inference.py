@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from loadtest import bench
-from loadtest.bench import Settings
+from loadtest.bench import BenchSettings
 from loadtest.core.clients import WireProtocol
 from loadtest.core.figures import Run, summarize
 from loadtest.core.records import IN_STREAM, INCOMPLETE, Outcome
@@ -124,7 +124,7 @@ async def serving(server: Server) -> AsyncIterator[str]:
 async def measured(server: Server, *words: str, warmups: int = 0, is_streamed: bool = True) -> Run:
     async with serving(server) as target:
         load = options("--model", MODEL, "--num-prompts", "8", "--max-tokens", "4", "--prompt-tokens", "5", *words)
-        settings = Settings(
+        settings = BenchSettings(
             target=target,
             protocol=WireProtocol.OIP,
             load=load,
@@ -197,7 +197,7 @@ async def test_our_own_server_is_measured_over_the_protocol() -> None:
     async with running(runner=FakeRunner(SLOTS, before_run=gate), max_queue_size=1) as server:
         target = f"{server.endpoint.host}:{server.endpoint.port}"
         load = options("--model", OURS, "--num-prompts", "8", "--max-tokens", "6", "--prompt-tokens", "2")
-        settings = Settings(target=target, protocol=WireProtocol.OIP, load=load, max_concurrency=3)
+        settings = BenchSettings(target=target, protocol=WireProtocol.OIP, load=load, max_concurrency=3)
         run = (await bench.measure(settings)).run
         report = summarize(run)
         assert (report["finished"], report["total_output_tokens"]) == (8, 48)
@@ -239,7 +239,7 @@ async def test_our_own_server_answers_unary_calls(protocol: WireProtocol) -> Non
     async with running(runner=FakeRunner(SLOTS)) as server:
         target = f"{server.endpoint.host}:{server.endpoint.port}"
         load = options("--model", OURS, "--num-prompts", "6", "--max-tokens", "5", "--prompt-tokens", "2")
-        settings = Settings(target=target, protocol=protocol, load=load, max_concurrency=2, is_streamed=False)
+        settings = BenchSettings(target=target, protocol=protocol, load=load, max_concurrency=2, is_streamed=False)
         report = summarize((await bench.measure(settings)).run)
         assert (report["offered"], report["finished"], report["total_output_tokens"]) == (6, 6, 30)
         assert report["median_ttft_ms"] <= report["median_e2el_ms"]

@@ -24,12 +24,12 @@ from loadtest.scaling import command, fit, judge, operations, report, study
 from loadtest.scaling.evidence import Evidence
 from loadtest.scaling.fit import Curve
 from loadtest.scaling.judge import drift, synthetic
-from loadtest.scaling.study import Found, Settings
+from loadtest.scaling.study import Found, StudySettings
 from model.spec import cost
 from model.training.presets import resolve
 
 LAW = resolve("law").model
-SETTINGS = Settings(threads=2, num_lengths=12)
+SETTINGS = StudySettings(threads=2, num_lengths=12)
 LENGTHS = tuple(round(64 * 1.5**step / 32) * 32 for step in range(12))
 SQUARE = Curve((1e-3, 8e-6, 1.6e-8))
 """n* is 500 tokens."""
