@@ -1,6 +1,6 @@
-"""Load: what a running server bears, and how it answers under it. Measures a black box over the wire.
+"""Load tests: measure a running server over the wire, as a black box.
 
-Two ways to the same figures: `python -m loadtest bench` (asyncio, one command) and `locustfile.py` (Locust: web UI,
-several processes, several machines). Both send the same seeded requests at the same seeded times, and both account for
-every request: offered = finished + refused + failed + cancelled.
+`core/` drives load from asyncio (`python -m loadtest bench`, `capacity`), `locust/` from Locust (`locustfile.py`: web
+page, several processes, several machines), `scaling/` measures how time grows with length. Both drivers send the same
+seeded requests at the same seeded times and account for each: offered = finished + refused + failed + cancelled.
 """

@@ -6,22 +6,22 @@ import importlib
 import sys
 
 COMMANDS = {
-    "bench": "one benchmark of a server that streams tokens over gRPC",
-    "capacity": "throughput and latency against offered load",
-    "scaling": "the quadratic law of attention, measured and fitted",
+    "bench": ("loadtest.bench", "benchmark a server that streams tokens over gRPC"),
+    "capacity": ("loadtest.capacity", "measure throughput and latency against offered load"),
+    "scaling": ("loadtest.scaling.command", "measure and fit the quadratic cost of attention"),
 }
 _BAD_COMMAND = 2
 
 
 def main() -> int:
-    """Hands the rest of the command line to the command's module; its exit status is this one's."""
+    """Runs the named command with the remaining arguments; returns its exit status."""
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name not in COMMANDS:
-        usage = "".join(f"  python -m loadtest {command:<10} {does}\n" for command, does in COMMANDS.items())
+        usage = "".join(f"  python -m loadtest {command:<10} {does}\n" for command, (_, does) in COMMANDS.items())
         (sys.stdout if name in {"-h", "--help"} else sys.stderr).write(f"usage:\n{usage}")
         return 0 if name in {"-h", "--help"} else _BAD_COMMAND
-    # Each command imports what it needs and no other does.
-    module = importlib.import_module(f"loadtest.{name}")
+    # Imported late: each command needs libraries that the others do not.
+    module = importlib.import_module(COMMANDS[name][0])
     return int(module.main(sys.argv[2:]))
 
 

@@ -1,12 +1,12 @@
-"""One benchmark of a server that generates over gRPC, with the report that vLLM's `bench serve` has made familiar.
+"""Benchmark of a server that generates over gRPC, with the report fields of vLLM's `bench serve`.
 
     python -m loadtest bench --target 127.0.0.1:8001 --request-rate 4 --duration 60 --goodput ttft:500 tpot:50
     python -m loadtest bench --target 127.0.0.1:8001 --max-concurrency 8 --num-prompts 200
     python -m loadtest bench --target HOST:PORT --protocol oip --model NAME --num-prompts 50 --request-rate 2
 
-A number for `--request-rate` is an open loop: requests are sent when due. `inf`, the default, with `--max-concurrency`
-is a closed loop of so many users; without it, everything at once. With `--unary` answers come whole, and the time to
-the first token is that to the last. The last line on stdout is the report as JSON.
+A finite `--request-rate` is an open loop: requests are sent when due. `inf`, the default, is a closed loop of
+`--max-concurrency` users; without that, all requests are sent at once. With `--unary` the time to the first token is
+the time to the whole answer. The last line on stdout is the report as JSON.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from loadtest.command import AskSettings, add_server, new_driver, say_bad_options, say_failure
-from loadtest.drive import Driver
-from loadtest.figures import Run, render, summarise
-from loadtest.options import add_options
+from loadtest.command import ServerSettings, add_server, new_driver, say_bad_options, say_failure
+from loadtest.core.drive import Driver
+from loadtest.core.figures import Run, render, summarize
+from loadtest.core.options import add_options
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,8 +38,8 @@ _DEFAULT_REQUESTS = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings(AskSettings):
-    """What to do; `seconds` and `max_concurrency` are None where nothing limits them."""
+class BenchSettings(ServerSettings):
+    """The benchmark's settings; `seconds` and `max_concurrency` are None without a limit."""
 
     max_concurrency: int | None = None
     seconds: float | None = None
@@ -47,20 +47,20 @@ class Settings(AskSettings):
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What came out: the run, the model's name by the server, and when it began on this host's monotonic clock."""
+    """The run, the model's name, and the run's begin on this host's monotonic clock."""
 
     run: Run
     model: str
     began: float
 
 
-async def measure(settings: Settings) -> Result:
+async def measure(settings: BenchSettings) -> Result:
     """Warms up, then runs.
 
     Raises:
-        grpc.aio.AioRpcError: when the server cannot be reached or does not know the model.
-        RuntimeError: when a request of the warm-up does not come to its end.
-        ValueError: when model and options do not go together.
+        grpc.aio.AioRpcError: if the server is unreachable or lacks the model.
+        RuntimeError: if a warm-up request does not finish.
+        ValueError: if the options do not fit the model.
     """
     async with settings.connect() as client:
         await settings.warm_up(client)
@@ -70,7 +70,7 @@ async def measure(settings: Settings) -> Result:
         return Result(run, client.facts.model, driver.began)
 
 
-async def _drive(driver: Driver, settings: Settings) -> Run:
+async def _drive(driver: Driver, settings: BenchSettings) -> Run:
     load, limit = settings.load, settings.max_concurrency
     count = load.requests
     if load.arrivals is not None:
@@ -83,7 +83,7 @@ async def _drive(driver: Driver, settings: Settings) -> Run:
 
 @contextmanager
 def _stopping(driver: Driver) -> Iterator[None]:
-    """Ctrl-C ends the sending, and once that has ended gives up what is in flight; the report comes all the same."""
+    """The first Ctrl-C stops sending, the second cancels the requests in flight; the report is printed either way."""
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, driver.stop)
     try:
@@ -93,7 +93,7 @@ def _stopping(driver: Driver) -> Iterator[None]:
 
 
 def detailed(run: Run) -> dict[str, list[Any]]:
-    """Every request, as lists of equal length in the order of their numbers; times in seconds."""
+    """Every request, as one list per field in the order of request numbers; times in seconds."""
     records = sorted(run.records, key=lambda record: record.number)
     return {
         "request_ids": [record.request_id for record in records],
@@ -112,7 +112,7 @@ def detailed(run: Run) -> dict[str, list[Any]]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measures and prints; the exit status is 1 if the server could not be measured, 2 if the options do not fit."""
+    """Measures and prints; the exit status is 1 if the measurement failed, 2 if the options are invalid."""
     options = make_parser().parse_args(arguments)
     try:
         settings = _settings(options)
@@ -135,7 +135,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _describe(settings: Settings, options: argparse.Namespace, result: Result) -> dict[str, Any]:
+def _describe(settings: BenchSettings, options: argparse.Namespace, result: Result) -> dict[str, Any]:
     load = settings.load
     return {
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -146,7 +146,7 @@ def _describe(settings: Settings, options: argparse.Namespace, result: Result) -
         "burstiness": None if load.arrivals is None else load.arrivals.burstiness,
         "max_concurrency": settings.max_concurrency,
         "options": {name: _plain(value) for name, value in sorted(vars(options).items())},
-        **summarise(result.run, load.wanted),
+        **summarize(result.run, load.wanted),
     }
 
 
@@ -160,7 +160,7 @@ def _path(options: argparse.Namespace, model: str) -> Path:
     return Path(options.result_dir) / name
 
 
-def _settings(options: argparse.Namespace) -> Settings:
+def _settings(options: argparse.Namespace) -> BenchSettings:
     problems = []
     if options.max_concurrency < 0:
         problems.append(f"--max-concurrency: {options.max_concurrency} is below 0")
@@ -172,7 +172,7 @@ def _settings(options: argparse.Namespace) -> Settings:
         problems.append("--duration: without --request-rate or --max-concurrency everything is sent at once")
     if options.trace:
         options.arrivals = "trace"
-    return Settings.read(
+    return BenchSettings.read(
         options,
         problems,
         max_concurrency=options.max_concurrency or None,
@@ -189,14 +189,10 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add_server(parser)
     add_options(parser, rate=math.inf, arrivals="gamma")
-    parser.add_argument(
-        "--duration", type=float, default=0.0, help="seconds in which requests are sent; 0 for no limit"
-    )
-    parser.add_argument("--max-concurrency", type=int, default=0, help="most requests in flight; 0 for no limit")
-    parser.add_argument("--save-result", action="store_true", help="write the report into a file too")
-    parser.add_argument("--save-detailed", action="store_true", help="and in it every request")
-    parser.add_argument("--result-dir", default=".", help="folder of that file")
-    parser.add_argument(
-        "--result-filename", default="", help="its name; by default from protocol, rate, model and time"
-    )
+    parser.add_argument("--duration", type=float, default=0.0, help="seconds of sending; 0 for no limit")
+    parser.add_argument("--max-concurrency", type=int, default=0, help="maximum requests in flight; 0 for no limit")
+    parser.add_argument("--save-result", action="store_true", help="also write the report to a file")
+    parser.add_argument("--save-detailed", action="store_true", help="also write every request to it")
+    parser.add_argument("--result-dir", default=".", help="folder of the file")
+    parser.add_argument("--result-filename", default="", help="its name; default: protocol, rate, model and time")
     return parser

@@ -1,13 +1,13 @@
-"""The capacity curve: what a server does when it is offered less, nearly as much, and more than it can do.
+"""The capacity curve: throughput and latency below, near and above a server's capacity.
 
     python -m loadtest capacity --target 127.0.0.1:8001 --prompt-tokens 128 --max-tokens 64 [--loads 0.5,0.8,1.2]
                                 [--seconds 60] [--out build/load]
     python -m loadtest capacity --models build/models --model NAME …
 
-First a closed loop of as many users as the server runs requests at once measures its capacity, in requests a second.
-Then the same requests are offered by a schedule, at each share of that capacity for so long, and everything that is in
-flight at the end is waited for: every offered request stands in the report as finished, refused, failed or cancelled.
-JSON, Markdown and a picture go to `--out`; the last line on stdout is the JSON.
+First a closed loop with as many users as the server's batch size measures the capacity in requests per second. Then an
+open loop offers shares of that capacity, each for `--seconds`, and waits for the requests in flight: the report counts
+every offered request as finished, refused, failed or cancelled. JSON, Markdown and a picture go to `--out`; the last
+line on stdout is the JSON.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from typing import Any
 import grpc
 
 from loadtest import machine
-from loadtest.arrivals import Arrivals, Pattern
-from loadtest.capacity_report import draw_picture, render
-from loadtest.clients import Client
-from loadtest.command import AskSettings, add_server, new_driver, say_bad_options, say_failure
-from loadtest.figures import Run, Wanted, summarise
-from loadtest.options import LoadOptions, add_options
-from loadtest.records import Outcome
+from loadtest.capacity_report import blocks
+from loadtest.command import ServerSettings, add_server, new_driver, say_bad_options, say_failure
+from loadtest.core.arrivals import Arrivals, Pattern
+from loadtest.core.clients import Client
+from loadtest.core.figures import Run, Wanted, summarize
+from loadtest.core.options import LoadOptions, add_options
+from loadtest.core.records import Outcome
+from loadtest.document import Heading, write_markdown
 from loadtest.serving import serving
 
 NAME = "capacity"
@@ -44,8 +45,8 @@ _FIRST_OPEN_STREAM = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings(AskSettings):
-    """What to do; `users` of the closed loop is None where the server is to say how many it runs at once."""
+class CapacitySettings(ServerSettings):
+    """The sweep's settings; `users` of the closed loop is None for the server's batch size."""
 
     pattern: Pattern = Pattern.POISSON
     burstiness: float = 1.0
@@ -55,21 +56,21 @@ class Settings(AskSettings):
     users: int | None = None
 
 
-async def measure(settings: Settings) -> dict[str, Any]:
-    """Warms up, measures the capacity and offers each load; the report as plain values for JSON.
+async def measure(settings: CapacitySettings) -> dict[str, Any]:
+    """Warms up, measures the capacity and offers each load; returns the report as plain values for JSON.
 
     Raises:
-        grpc.aio.AioRpcError: when the server cannot be reached or does not know the model.
-        RuntimeError: when it has no capacity that could be measured.
-        ValueError: when model and options do not go together.
+        grpc.aio.AioRpcError: if the server is unreachable or lacks the model.
+        RuntimeError: if the closed loop gives no capacity.
+        ValueError: if the options do not fit the model.
     """
     load = settings.load
     async with settings.connect() as client:
         users = settings.users or client.facts.max_batch_size
         if not users:
-            raise ValueError("--users: this protocol does not tell how many requests run at once")
+            raise ValueError("--users: this protocol does not report a batch size")
         await settings.warm_up(client)
-        _tell(f"closed loop, {users} users, {settings.closed_seconds:g} s")
+        _say(f"closed loop, {users} users, {settings.closed_seconds:g} s")
         closed = await new_driver(client, load, _CLOSED_STREAM).closed_loop(users, seconds=settings.closed_seconds)
         capacity = capacity_of(closed, users)
         offers = [await _offer(client, settings, number, capacity) for number in range(len(settings.loads))]
@@ -83,13 +84,13 @@ async def measure(settings: Settings) -> dict[str, Any]:
             "burstiness": settings.burstiness,
             "seconds": settings.seconds,
             "capacity": capacity,
-            "closed_loop": summarise(closed, _wanted(load)),
+            "closed_loop": summarize(closed, _wanted(load)),
             "loads": offers,
         }
 
 
-async def _offer(client: Client, settings: Settings, number: int, capacity: float) -> dict[str, Any]:
-    """One load, by its number among them."""
+async def _offer(client: Client, settings: CapacitySettings, number: int, capacity: float) -> dict[str, Any]:
+    """Offers one load, by its index."""
     load = settings.load
     factor = settings.loads[number]
     arrivals = Arrivals(
@@ -99,31 +100,30 @@ async def _offer(client: Client, settings: Settings, number: int, capacity: floa
         seed=load.seed + number,
     )
     schedule = arrivals.schedule(seconds=settings.seconds)
-    _tell(f"{factor:g} of {capacity:.2f} requests/s for {settings.seconds:g} s: {len(schedule)} requests")
+    _say(f"{factor:g} of {capacity:.2f} requests/s for {settings.seconds:g} s: {len(schedule)} requests")
     run = await new_driver(client, load, _FIRST_OPEN_STREAM + number).open_loop(schedule)
     return {
         "load": factor,
         "offered_rate": factor * capacity,
         "scheduled": len(schedule),
-        **summarise(run, _wanted(load)),
+        **summarize(run, _wanted(load)),
     }
 
 
 def capacity_of(run: Run, users: int) -> float:
-    """Requests a second that a closed loop got through, from the first round's end to the last end before it drained.
+    """Requests per second of a closed loop, without its first and last round.
 
-    The first round does not count: until then all users wait for their first answers. Nor do the answers after the
-    users stopped asking, when fewer and fewer of them share the server.
+    In the first round all users wait for their first answers; in the last, users have stopped and the load falls.
 
     Raises:
-        RuntimeError: when fewer than two rounds finished, or a request ended otherwise: such a figure means nothing.
+        RuntimeError: if fewer than two rounds remain, or a request did not finish.
     """
     if others := [record for record in run.records if record.outcome is not Outcome.FINISHED]:
         code, detail = others[0].code, others[0].detail
         raise RuntimeError(
             f"{len(others)} of {len(run.records)} requests of the closed loop ended with {code}: {detail}"
         )
-    # The last round is what was in flight when the users stopped.
+    # The last round was in flight when the users stopped.
     ends = sorted(record.ended for record in run.records)[users - 1 : -users]
     if len(ends) < 2 or ends[-1] <= ends[0]:
         raise RuntimeError(
@@ -134,18 +134,18 @@ def capacity_of(run: Run, users: int) -> float:
 
 
 def _wanted(load: LoadOptions) -> Wanted:
-    """What the options ask for, and in any case what the report shows."""
+    """The metrics in the options and those that the report shows."""
     metrics = tuple(dict.fromkeys((*load.wanted.metrics, "ttft", "tpot", "e2el")))
     return replace(load.wanted, metrics=metrics, percentiles=tuple(dict.fromkeys((*load.wanted.percentiles, 99.0))))
 
 
-def _tell(text: str) -> None:
+def _say(text: str) -> None:
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measures and writes; the exit status is 1 if that failed or a request is missing, 2 if the options do not fit."""
+    """Measures and writes; the exit status is 1 on failure or a missing request, 2 if the options are invalid."""
     options = make_parser().parse_args(arguments)
     try:
         settings = _settings(options)
@@ -163,14 +163,12 @@ def main(arguments: Sequence[str]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     line = json.dumps(report, allow_nan=False)
     (folder / f"{NAME}.json").write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    (folder / f"{NAME}.md").write_text(render(report, f"{NAME}.svg"), encoding="utf-8")
-    for file_format in ("svg", "png"):
-        (folder / f"{NAME}.{file_format}").write_bytes(draw_picture(report, file_format))
+    write_markdown([Heading("Capacity", 1), *blocks(report, NAME)], folder / f"{NAME}.md")
     sys.stdout.write(line + "\n")
     return 1 if any(each["missing"] or each["offered"] != each["scheduled"] for each in report["loads"]) else 0
 
 
-def _settings(options: argparse.Namespace) -> Settings:
+def _settings(options: argparse.Namespace) -> CapacitySettings:
     problems = [
         f"--{name.replace('_', '-')}: {getattr(options, name)} is not above 0"
         for name in ("seconds", "closed_seconds")
@@ -178,14 +176,14 @@ def _settings(options: argparse.Namespace) -> Settings:
     ]
     pattern = Pattern(options.arrivals)
     if pattern is Pattern.TRACE:
-        problems.append("--arrivals: a trace says itself when requests come, so no load can be asked of it")
+        problems.append("--arrivals: a trace has its own times, so its load cannot be set")
     try:
         loads = tuple(float(each) for each in options.loads.split(","))
     except ValueError:
         loads = ()
     if not loads or any(not (math.isfinite(each) and each > 0.0) for each in loads):
         problems.append(f"--loads: {options.loads!r} is not a list of shares above 0, as in 0.5,0.8,1.2")
-    return Settings.read(
+    return CapacitySettings.read(
         options,
         problems,
         pattern=pattern,
@@ -205,13 +203,15 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_server(parser)
-    parser.add_argument("--models", default="", metavar="DIR", help="serve the models in DIR meanwhile, not --target")
+    parser.add_argument("--models", default="", metavar="DIR", help="serve the models in DIR, instead of --target")
     add_options(parser, rate=1.0, arrivals="poisson")
     parser.add_argument(
         "--loads", default=",".join(str(each) for each in LOADS), help="shares of the capacity to offer"
     )
-    parser.add_argument("--seconds", type=float, default=60.0, help="how long each is offered")
-    parser.add_argument("--closed-seconds", type=float, default=30.0, help="how long the capacity is measured")
-    parser.add_argument("--users", type=int, default=0, help="users of that closed loop; 0 takes what the server runs")
+    parser.add_argument("--seconds", type=float, default=60.0, help="duration of each load")
+    parser.add_argument("--closed-seconds", type=float, default=30.0, help="duration of the closed loop")
+    parser.add_argument(
+        "--users", type=int, default=0, help="users of the closed loop; 0 takes the server's batch size"
+    )
     parser.add_argument("--out", default="build/load", help="folder for the report")
     return parser

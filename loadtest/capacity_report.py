@@ -1,6 +1,6 @@
-"""The capacity curve for people: a table, and throughput and 99th percentiles against offered load as a picture.
+"""The capacity curve for people: a table, and a picture of throughput and 99th percentiles against offered load.
 
-Knows the report of `loadtest.capacity` as plain values, and nothing of how it came about.
+Reads the JSON report of `loadtest.capacity`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from loadtest import style
-from loadtest.records import Outcome
+from loadtest.core.records import Outcome
+from loadtest.document import Block, Drawing, Items, Table
 from loadtest.style import BLUE, GREEN, GREY, ORANGE
-from loadtest.tables import Table, to_markdown
 
 _FIGURES: Mapping[str, str] = {
     "request_throughput": "finished, req/s",
@@ -27,41 +27,39 @@ _FIGURES: Mapping[str, str] = {
 }
 
 
-def render(report: Mapping[str, Any], picture: str) -> str:
-    """The document; `picture` is where the drawing lies beside it."""
-    doubts = "\n".join(f"- {doubt}" for doubt in doubts_of(report))
-    blocks = ["# Capacity", describe(report), to_markdown(table(report)), *([doubts] if doubts else [])]
-    blocks.append(f"![Throughput and 99th percentiles against offered load]({picture})")
-    return "\n\n".join(blocks) + "\n"
+def blocks(report: Mapping[str, Any], name: str) -> list[Block]:
+    """The curve, a table and everything doubtful; `name` is the stem of the drawing's file."""
+    drawing = Drawing(name, "Throughput and 99th percentiles against offered load", describe(report), _draw(report))
+    return [drawing, table(report), Items(doubts_of(report))]
 
 
 def describe(report: Mapping[str, Any]) -> str:
-    """What was measured, in words."""
+    """One paragraph: what was measured, and what the table's columns mean."""
     tokens, machine = _number(report["closed_loop"]["output_throughput"]), report.get("machine")
     client = "" if machine is None else f"; the client ran on {machine['processor']}, {machine['cores']} processors"
     return (
-        f"`{report['model_id']}` over {report['backend']}: {report['capacity']:.2f} requests/s with {report['users']} "
-        f"users who each wait for their answer ({tokens} tokens/s). Then, by a schedule ({report['pattern']}, "
-        f"{report['seconds']:g} s each), shares of that, whatever became of the requests before. Every offered request "
-        "finished, or was refused, failed or was cancelled; none is missing unless the table says so. Latencies count "
-        "from when a request was due. Throughput is over the time until the last stream ended. Measured "
-        f"by `python -m loadtest capacity`, {report['date'][:10]}{client}."
+        f"Closed loop: `{report['model_id']}` over {report['backend']} finishes {report['capacity']:.2f} requests/s "
+        f"with {report['users']} users ({tokens} tokens/s). Open loop: a schedule offers shares of that "
+        f"({report['pattern']}, {report['seconds']:g} s each). Every offered request finished or was refused, failed "
+        "or cancelled; the table counts missing ones. Latencies count from when a request was due; throughput is over "
+        "the time until the last stream ended. Measured by `python -m loadtest capacity`, "
+        f"{report['date'][:10]}{client}."
     )
 
 
 def table(report: Mapping[str, Any]) -> Table:
-    """A row for each load: the account of its requests, and the figures."""
+    """A row for each load: how its requests ended, and the figures."""
     account = ("offered", *(outcome.value for outcome in Outcome), "missing")
     rows: list[tuple[str, ...]] = [("load", "offered, req/s", *account, *_FIGURES.values())]
     for each in report["loads"]:
         counts = (str(each[name]) for name in account)
         figures = (_number(each[name]) for name in _FIGURES)
         rows.append((f"{each['load']:g}", _number(each["offered_rate"]), *counts, *figures))
-    return rows
+    return Table(rows)
 
 
 def doubts_of(report: Mapping[str, Any]) -> list[str]:
-    """What went wrong at each load, by code, and reasons to doubt its figures."""
+    """Errors at each load, by code, and warnings about its figures."""
     doubts = []
     for each in report["loads"]:
         for code, count in each["errors"].items():
@@ -71,8 +69,8 @@ def doubts_of(report: Mapping[str, Any]) -> list[str]:
     return doubts
 
 
-def draw_picture(report: Mapping[str, Any], file_format: str = "svg") -> bytes:
-    """Two drawings over the offered load, as SVG or PNG: what came out, and how long it took."""
+def _draw(report: Mapping[str, Any]) -> bytes:
+    """Throughput and latency over the offered load, as SVG."""
 
     def draw() -> Figure:
         figure, (left, right) = style.new_figure(2)
@@ -85,13 +83,13 @@ def draw_picture(report: Mapping[str, Any], file_format: str = "svg") -> bytes:
             axes.grid(visible=True, alpha=0.25)
         return figure
 
-    return style.to_bytes(draw, "capacity", file_format)
+    return style.to_svg(draw, "capacity")
 
 
 def _throughput(axes: Axes, report: Mapping[str, Any]) -> None:
     offered = [each["offered_rate"] for each in report["loads"]]
     ends = [0.0, max(*offered, report["capacity"])]
-    axes.plot(ends, ends, color=GREY, linewidth=0.8, label="all that is offered")
+    axes.plot(ends, ends, color=GREY, linewidth=0.8, label="offered")
     axes.plot(offered, [each["request_throughput"] for each in report["loads"]], "o-", color=BLUE, label="finished")
     refused = [each["refused"] / each["duration"] for each in report["loads"]]
     if any(refused):
@@ -107,14 +105,14 @@ def _throughput(axes: Axes, report: Mapping[str, Any]) -> None:
 
 
 def _latency(axes: Axes, report: Mapping[str, Any]) -> None:
-    for name, label, colour, mark in (
+    for name, label, color, mark in (
         ("p99_e2el_ms", "end to end", GREEN, "^"),
         ("p99_ttft_ms", "first token", BLUE, "o"),
         ("p99_tpot_ms", "per further token", ORANGE, "s"),
     ):
         points = [(each["offered_rate"], each[name]) for each in report["loads"] if each[name] is not None]
         if points:
-            axes.plot(*zip(*points, strict=True), f"{mark}-", color=colour, label=label)
+            axes.plot(*zip(*points, strict=True), f"{mark}-", color=color, label=label)
     style.logarithmic_axis(axes, "99th percentile, ms")
     axes.legend(loc="upper left")
 

@@ -1,4 +1,4 @@
-"""Python modules that are commands, each run to its end in a process of its own."""
+"""Runs a Python module as a command in a child process."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import subprocess
 import sys
 
 _MAX_SAID = 500
-"""Characters of a failed command's last words: the end is what says why."""
+"""Characters of stderr in the error of a failed command, counted from its end."""
 
 
 def run_module(module: str, *arguments: str) -> str:
-    """Runs `python -m module …` with this interpreter; what it wrote to stdout.
+    """Runs `python -m module …` with this interpreter; returns its stdout.
 
     Raises:
-        RuntimeError: when it fails, with the last that it wrote to stderr.
+        RuntimeError: if it fails, with the end of its stderr.
     """
     command = [sys.executable, "-m", module, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 (our own program)

@@ -1,7 +1,4 @@
-"""What the commands that ask a server have in common: whom they ask and for what, a warm-up, how they say what failed.
-
-Knows options, clients and drivers; what is measured is each command's own affair.
-"""
+"""Shared by `bench` and `capacity`: the server's options, the connection, the warm-up, and error messages."""
 
 from __future__ import annotations
 
@@ -14,9 +11,9 @@ from typing import Any, Self
 
 import grpc
 
-from loadtest.clients import Client, WireProtocol, connect
-from loadtest.drive import Driver
-from loadtest.options import LoadOptions, read_options
+from loadtest.core.clients import Client, WireProtocol, connect
+from loadtest.core.drive import Driver
+from loadtest.core.options import LoadOptions, read_options
 
 DEFAULT_TARGET = "127.0.0.1:8001"
 BAD_OPTIONS = 2
@@ -24,7 +21,7 @@ _WARMUP_STREAM = 1
 
 
 def add_server(parser: argparse.ArgumentParser) -> None:
-    """Options that say who is asked."""
+    """Adds the options of the server and the connection."""
     parser.add_argument("--target", default=DEFAULT_TARGET, help="host:port of the server")
     parser.add_argument(
         "--protocol",
@@ -33,14 +30,14 @@ def add_server(parser: argparse.ArgumentParser) -> None:
         default=WireProtocol.ONWARD,
         help="onward.v1, or the Open Inference Protocol (version 2) with a text model",
     )
-    parser.add_argument("--connections", type=int, default=1, help="connections that requests take turns on")
-    parser.add_argument("--unary", action="store_true", help="ask for whole answers, of servers that stream none")
-    parser.add_argument("--num-warmups", type=int, default=1, help="requests before, in no report")
+    parser.add_argument("--connections", type=int, default=1, help="connections, used round-robin")
+    parser.add_argument("--unary", action="store_true", help="unary calls, for servers without streaming")
+    parser.add_argument("--num-warmups", type=int, default=1, help="warm-up requests, excluded from the report")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AskSettings:
-    """Whom to ask and for what; so many requests, the `warmups`, are asked before and are in no report."""
+class ServerSettings:
+    """Server, load and connection; `warmups` requests precede the measurement and are in no report."""
 
     target: str
     protocol: WireProtocol
@@ -51,10 +48,10 @@ class AskSettings:
 
     @classmethod
     def read(cls, options: argparse.Namespace, problems: Sequence[str], **own: Any) -> Self:
-        """From the options of `add_server` and `add_options`; the fields of the command itself are `own`.
+        """Validates the options of `add_server` and `add_options`; `own` are the command's fields.
 
         Raises:
-            ValueError: with the problems that the command has found and all others, "; " between them.
+            ValueError: with the given problems and all others, joined by "; ".
         """
         found = list(problems)
         if options.connections < 1:
@@ -80,12 +77,7 @@ class AskSettings:
         )
 
     def connect(self) -> AbstractAsyncContextManager[Client]:
-        """A client of the server, once that has told what the model is.
-
-        Raises, when it is entered:
-            grpc.aio.AioRpcError: when the server cannot be reached or does not know the model.
-            ValueError: when the model is not one for text.
-        """
+        """Connects to the server. Entering raises as `loadtest.core.clients.connect` does."""
         return connect(
             self.protocol,
             self.target,
@@ -97,14 +89,14 @@ class AskSettings:
         )
 
     async def warm_up(self, client: Client) -> None:
-        """Sends the warm-up's requests one after another: the first ones pay for what later ones find.
+        """Sends the warm-up requests one after another.
 
         Raises:
-            RuntimeError: when one does not come to its end, as nothing measured after that would mean anything.
+            RuntimeError: if one does not finish: a measurement would mean nothing.
         """
         if not self.warmups:
             return
-        # Prompts of their own: those of the run must find nothing cached.
+        # Other prompts than the run's, which must not hit the cache.
         driver = new_driver(client, replace(self.load, cancel_share=0.0), _WARMUP_STREAM)
         run = await driver.closed_loop(1, count=self.warmups)
         for record in run.records:
@@ -113,7 +105,7 @@ class AskSettings:
 
 
 def new_driver(client: Client, load: LoadOptions, stream: int = 0) -> Driver:
-    """A driver for what the options say; another stream has other prompts."""
+    """A driver of this load; different streams have different prompts."""
     return Driver(
         client,
         load.workload(client.facts.vocab_size, stream),
@@ -123,13 +115,13 @@ def new_driver(client: Client, load: LoadOptions, stream: int = 0) -> Driver:
 
 
 def say_bad_options(error: ValueError) -> int:
-    """Says on stderr what does not fit, a line for each problem; the exit status."""
+    """Prints each problem on a line of stderr; returns the exit status."""
     sys.stderr.write("".join(f"{each}\n" for each in str(error).split("; ")))
     return BAD_OPTIONS
 
 
 def say_failure(target: str, error: grpc.aio.AioRpcError | RuntimeError | ValueError) -> int:
-    """Says on stderr why the server could not be measured; the exit status."""
+    """Prints why the measurement failed; returns the exit status."""
     if isinstance(error, grpc.aio.AioRpcError):
         sys.stderr.write(f"{target}: {error.code().name}: {error.details()}\n")
     else:

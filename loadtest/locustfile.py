@@ -1,10 +1,10 @@
-"""What `locust -f loadtest/locustfile.py` runs: in the web page, headless, in several processes, on several machines.
+"""Locust's entry point: web page, headless, several processes, several machines.
 
     locust -f loadtest/locustfile.py --host 127.0.0.1:8001
     locust -f loadtest/locustfile.py --host 127.0.0.1:8001 --headless -u 8 --num-prompts 200
     locust -f loadtest/locustfile.py --host 127.0.0.1:8001 --headless --arrivals poisson --rate 4 -t 60s --processes 2
 
-`docs/loadtest.md` tells what the options and the figures mean.
+`docs/loadtest.md` explains the options and the figures.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ import locust.stats
 from flask import jsonify
 from locust import events
 
-from loadtest.conductor import Conductor
-from loadtest.grpc_user import ClosedLoopUser, OpenLoopUser
-from loadtest.locust_options import add_run_options
-from loadtest.shapes import (
+from loadtest.locust.conductor import Conductor
+from loadtest.locust.options import add_run_options
+from loadtest.locust.shapes import (
     ConcurrencySweepShape,
     ConstantShape,
     LengthSweepShape,
@@ -28,6 +27,7 @@ from loadtest.shapes import (
     SelectedShape,
     SpikeShape,
 )
+from loadtest.locust.users import ClosedLoopUser, OpenLoopUser
 
 __all__ = [
     "ClosedLoopUser",
@@ -45,16 +45,16 @@ _BAD_OPTIONS = 2
 
 
 def add_options(parser: Any) -> None:
-    """Locust's command line and web form have our options too."""
+    """Adds our options to Locust's command line and web form."""
     add_run_options(parser)
 
 
 def begin(environment: Any, web_ui: Any, **_: Any) -> None:
-    """A process is ready: gRPC learns of gevent before there is any channel, and after Locust has forked."""
+    """Sets up a process: gRPC's gevent support must start before any channel and after Locust's fork."""
     grpc.experimental.gevent.init_gevent()
     locust.stats.bucket_response_time = three_digits
     environment.host = environment.host or DEFAULT_HOST
-    # Of all the shapes here, the one that does as the options say.
+    # The default among the shapes here: the one that follows the options.
     environment.shape_class = environment.available_shape_classes[SelectedShape.__name__]
     environment.shape_class.runner = environment.runner
     try:
@@ -67,7 +67,7 @@ def begin(environment: Any, web_ui: Any, **_: Any) -> None:
 
 
 def three_digits(response_time: float) -> int:
-    """Locust counts milliseconds in classes; its own, of two digits, are up to 10 % wide."""
+    """Rounds to three digits for Locust's histogram; its own two digits give classes up to 10 % wide."""
     if response_time < 1000.0:
         return round(response_time)
     return int(round(response_time, -1 if response_time < 10_000.0 else -2))

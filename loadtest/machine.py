@@ -1,7 +1,4 @@
-"""The machine that a measurement runs on: what it is, and how much of it others took meanwhile.
-
-Knows Linux; elsewhere others are unknown.
-"""
+"""The machine of a measurement: its processor, and the load of other processes (Linux only)."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ _TICKS = "/proc/stat"
 
 
 def describe() -> dict[str, Any]:
-    """Processor and number of cores, as the system names and counts them."""
+    """Processor name and number of cores, as the system reports them."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -26,9 +23,9 @@ def describe() -> dict[str, Any]:
 
 
 def watch_others() -> Callable[[], float | None]:
-    """Begins to watch; what is returned tells the share of the machine that others have taken since.
+    """Returns a function that measures the share of the machine that other processes have taken since.
 
-    Ours are this process and its children that have ended by then, so ask when all have.
+    It excludes this process and its ended children, so call it when all children have ended. None if unknown.
     """
     before, began = _seconds(), time.monotonic()
 
@@ -43,7 +40,7 @@ def watch_others() -> Callable[[], float | None]:
 
 
 def _seconds() -> tuple[float, float] | None:
-    """Seconds that all processors have worked since the start, those stolen by a host included; and those for us."""
+    """Busy seconds of all processors since boot, stolen time included, and those of this process and its children."""
     try:
         fields = [int(field) for field in Path(_TICKS).read_text(encoding="ascii").split("\n", 1)[0].split()[1:9]]
     except (OSError, ValueError):

@@ -1,8 +1,4 @@
-"""A server of one's own for as long as a measurement lasts: a real process on a free loopback port.
-
-Knows how to start it, where it listens, how much memory it takes as the system counts it, and how to stop it by its id;
-knows nothing of what it is asked.
-"""
+"""Runs a server process on a free loopback port for the duration of a measurement."""
 
 from __future__ import annotations
 
@@ -22,14 +18,14 @@ _STOP_SECONDS = 60
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Where it listens and where its metrics are, "host:port" each, the latter empty where it has none; its process."""
+    """Addresses of a server and its metrics, as "host:port" (`metrics` is empty if it has none), and its process."""
 
     target: str
     metrics: str
     pid: int
 
     def peak_bytes(self) -> int | None:
-        """The most memory that was ever resident; None where the system does not say."""
+        """Peak resident memory; None if the system does not report it."""
         try:
             lines = Path(f"/proc/{self.pid}/status").read_text(encoding="ascii").splitlines()
         except OSError:
@@ -39,10 +35,10 @@ class Server:
 
 @contextmanager
 def serving(models: Path, *flags: str) -> Iterator[Server]:
-    """Serves the artifacts under `models`, from when every model has passed its proof to the end of the block.
+    """Serves the artifacts under `models`; enters the block when every model has passed its parity check.
 
     Raises:
-        RuntimeError: when the server ends before it is ready, or does not end cleanly.
+        RuntimeError: if the server ends before it is ready, or does not end cleanly.
     """
     command: Sequence[str] = [sys.executable, "-m", "service", "serve", "--models", str(models), "--port", "0", *flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:  # noqa: S603 (our own program)
@@ -60,12 +56,12 @@ def serving(models: Path, *flags: str) -> Iterator[Server]:
 
 
 def wait_served(process: subprocess.Popen[str]) -> Server:
-    """What a starting server announces on its stdout, once it does.
+    """Reads a starting server's addresses from its stdout.
 
     Raises:
-        RuntimeError: when it ends before.
+        RuntimeError: if it ends before it is ready.
     """
-    assert process.stdout is not None  # noqa: S101 (PIPE was asked for; this tells the type checker)
+    assert process.stdout is not None  # noqa: S101 (stdout is a pipe; for the type checker)
     for line in process.stdout:
         if match := _READY.search(line):
             metrics = _METRICS.search(line)

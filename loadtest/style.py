@@ -1,7 +1,6 @@
-"""How pictures look, whatever they show: colours, lettering, axes, and the same bytes for the same figures.
+"""The look of pictures: colors, lettering, axes; equal figures give equal bytes.
 
-Colours are Okabe and Ito's, told apart by all common kinds of colour vision; markers and line styles repeat the
-distinction. Text stays text.
+Colors are Okabe and Ito's, which color-blind readers can distinguish; markers and line styles repeat the distinction.
 """
 
 from __future__ import annotations
@@ -17,9 +16,8 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 
 BLUE, SKY, ORANGE, GREEN = "#0072B2", "#56B4E9", "#E69F00", "#009E73"
 RED, PINK, GREY, BLACK = "#D55E00", "#CC79A7", "#999999", "#000000"
-WIDTH, HEIGHT = 6.4, 4.0
-TWICE_AS_WIDE, LOWER = 8.4, 3.6
-"""Of a picture with two drawings, in inches."""
+# Inches, of one drawing and of two side by side.
+_SINGLE, _DOUBLE = (6.4, 4.0), (8.4, 3.6)
 _SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "none",
     "font.size": 10.0,
@@ -29,28 +27,24 @@ _SETTINGS: dict[Any, Any] = {
     "legend.frameon": False,
     "legend.fontsize": 9.0,
 }
-_DOTS_PER_INCH = 160
 
 
-def to_bytes(draw: Callable[[], Figure], salt: str, file_format: str = "svg") -> bytes:
-    """A picture's bytes, SVG or PNG; the salt tells the ids within an SVG from those of others."""
+def to_svg(draw: Callable[[], Figure], salt: str) -> bytes:
+    """Draws a figure as SVG; the salt makes its ids differ from those of other pictures."""
     stream = io.BytesIO()
     with mpl.rc_context({**_SETTINGS, "svg.hashsalt": salt}):
-        figure = draw()
-        metadata = {"Date": None} if file_format == "svg" else {"Software": None}
-        figure.savefig(stream, format=file_format, dpi=_DOTS_PER_INCH, facecolor="white", metadata=metadata)
+        draw().savefig(stream, format="svg", facecolor="white", metadata={"Date": None})
     return stream.getvalue()
 
 
 def new_figure(columns: int = 1) -> tuple[Figure, list[Axes]]:
-    """One drawing, or several side by side."""
-    size = (WIDTH, HEIGHT) if columns == 1 else (TWICE_AS_WIDE, LOWER)
-    figure = Figure(figsize=size, layout="constrained")
+    """One drawing, or two side by side."""
+    figure = Figure(figsize=_SINGLE if columns == 1 else _DOUBLE, layout="constrained")
     return figure, list(figure.subplots(1, columns, squeeze=False)[0])
 
 
 def logarithmic_axis(axes: Axes, label: str) -> None:
-    """The upright axis in powers of ten, its numbers written out."""
+    """A logarithmic y axis with plain numbers."""
     axes.set_yscale("log")
     axes.set_ylabel(label)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

@@ -1,7 +1,7 @@
 """Whether prefill time is quadratic, as attention's law says: a fit of the engine's seconds over prompt length.
 
 One prompt at a time, in chunks, from its arrival to its first token; the engine alone, on the given device. The fit and
-the objections to it are the load test's (`loadtest.fit`).
+the objections to it are the load test's (`loadtest.scaling.fit`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from benchmarks.frame.engine import checked_step, greedy_request, load_engine
 from benchmarks.frame.models import draw
 from benchmarks.frame.rounds import say
 from benchmarks.frame.scenario import ModelSettings, Run, Scenario, option
-from loadtest.fit import examine
+from loadtest.scaling.fit import examine
 from model.spec.artifact import load
 from model.training.presets import resolve
 from service.engine.scheduler import EngineLimits

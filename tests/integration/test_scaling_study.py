@@ -1,4 +1,4 @@
-"""The scaling study on real servers of tiny models, its probe on a fake one, its baseline by hand; no time asserted."""
+"""The scaling study on real servers of tiny models, its probe on a fake server, its recurrent baseline; no times."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ import numpy as np
 import pytest
 
 from benchmarks.training import recurrence
-from loadtest import scaling, study
-from loadtest.probe import Probe, probing
+from loadtest.scaling import judge, study
+from loadtest.scaling.claims import CLAIMS
+from loadtest.scaling.probe import Probe, probing
+from loadtest.scaling.study import StudySettings
 from loadtest.serving import Server
-from loadtest.study import Settings
 from model.spec import cost
 from model.spec.config import ModelConfig
 from model.training.presets import resolve
@@ -34,11 +35,11 @@ LAW = resolve("law").model
 PROMPT = [NUM_SPECIAL + index % (VOCAB_SIZE - NUM_SPECIAL) for index in range(16)]
 
 
-# Questions.
+# The probe.
 
 
 def delaying(prefill: float, decode: float, decodes: threading.Event | None = None) -> FakeRunner:
-    """A model whose runs take at least so long, and which decodes while `decodes` is set."""
+    """A model whose runs take at least these times, and which decodes only while `decodes` is set."""
 
     def wait(batch: ScheduledBatch) -> None:
         if decodes is not None and batch.decode:
@@ -48,12 +49,12 @@ def delaying(prefill: float, decode: float, decodes: threading.Event | None = No
     return FakeRunner(before_run=wait)
 
 
-async def test_the_probe_tells_prefill_from_decoding_and_the_server_from_the_client() -> None:
+async def test_the_probe_separates_prefill_from_decode_and_server_from_client() -> None:
     decodes = threading.Event()
     decodes.set()
 
     def held(call: Iterator[pb.GenerateStreamResponse]) -> Iterator[pb.GenerateStreamResponse]:
-        """Lets the model decode when the probe, which has seen the first token, asks for the next."""
+        """Lets the model decode when the probe asks for its second message."""
         for event in call:
             yield event
             if event.delta.token_ids:
@@ -79,14 +80,14 @@ async def test_the_probe_tells_prefill_from_decoding_and_the_server_from_the_cli
     assert streamed.first_token + 15 * 0.02 <= streamed.total
 
 
-async def test_the_probe_tells_what_was_at_hand_and_the_study_will_not_have_it() -> None:
+async def test_the_probe_reports_cache_hits_and_the_study_refuses_them() -> None:
     async with running(trust=True) as server:
         with probing(f"{server.endpoint.host}:{server.endpoint.port}") as probe:
             first = await asyncio.to_thread(probe.ask, PROMPT, 1)
             again = await asyncio.to_thread(probe.stream, PROMPT, 1)
     assert study._fresh(first) is first
     assert again.cached_tokens > 0
-    with pytest.raises(RuntimeError, match=f"{again.cached_tokens} tokens of a new prompt were at hand"):
+    with pytest.raises(RuntimeError, match=f"{again.cached_tokens} tokens of a new prompt were cached"):
         study._fresh(again)
 
 
@@ -127,7 +128,7 @@ def test_an_answer_of_another_length_is_no_answer() -> None:
 
 
 def by_hand(weights: dict[str, Any], shape: recurrence.RecurrentShape, token_ids: Sequence[int]) -> Any:
-    """The recurrence as the paper has it, but for the reset gate, which is behind the product."""
+    """The recurrence of the paper, with the reset gate behind the product."""
 
     def sigmoid(x: Any) -> Any:
         return 1.0 / (1.0 + np.exp(-x))
@@ -172,7 +173,7 @@ def test_the_recurrent_model_is_as_large_as_the_transformer() -> None:
 
 
 def take_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has the study serve tiny models, exported here, in place of those that its commands would make."""
+    """Replaces the study's models by tiny exported ones."""
 
     def make(folder: Path, recipe: str, overrides: Sequence[str], say: study.Say) -> ModelConfig:
         sizes: dict[str, Any] = {"context": 512}
@@ -194,7 +195,7 @@ def take_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_study_of_tiny_models_asks_every_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     take_tiny(monkeypatch)
-    settings = Settings(
+    settings = StudySettings(
         num_lengths=6,
         repeats=2,
         shortest=16,
@@ -231,21 +232,21 @@ def test_a_study_of_tiny_models_asks_every_question(tmp_path: Path, monkeypatch:
         assert cost.kv_bytes(config, int(length)) <= kv_bytes < cost.kv_bytes(config, int(length)) + page
     assert found.series["memory_whole"][0][1] > 1 << 20
     assert "gru: 6 of 12" in said
-    judged = scaling.judge(found, settings, draws=20)
-    assert {claim.series for claim in scaling.CLAIMS} <= judged.keys()
+    judged = judge.judge(found, settings, draws=20)
+    assert {claim.series for claim in CLAIMS} <= judged.keys()
     json.dumps(judged, allow_nan=False)
 
 
-def test_a_model_that_cannot_be_made_is_told_with_the_commands_words(tmp_path: Path) -> None:
+def test_a_failed_command_is_reported_with_its_stderr(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"model exited with 2: .*nonesuch"):
-        study.carry_out(Settings(preset="nonesuch"), tmp_path, lambda _: None)
+        study.carry_out(StudySettings(preset="nonesuch"), tmp_path, lambda _: None)
 
 
-def test_a_baseline_that_dies_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recurrent_model_that_dies_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     encoder_decoder = tiny_config("encoder-decoder")
     with (
         pytest.raises(RuntimeError, match="the recurrent model's process ended, exit code 1"),
-        study._recurrence(encoder_decoder, Settings(threads=1), 8),
+        study._recurrence(encoder_decoder, StudySettings(threads=1), 8),
     ):
         pass
 

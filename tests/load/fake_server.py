@@ -1,10 +1,10 @@
-"""A server of `onward.v1` without a model, whose delays are known: it keeps them by plan and writes down what it did.
+"""A server of `onward.v1` without a model, with planned delays and a log of its actions.
 
     python -m tests.load.fake_server '{"ttft": [0.08, 0.12], "itl": [0.03, 0.05], "log": "/tmp/log.jsonl"}'
 
-A process of its own, on a free loopback port. The log has a line for each request, its times on the monotonic clock,
-which on Linux all processes of a host share: what a client measured can be held to what was done. It is healthy, so
-that a proxy passes calls on to it.
+It runs as a process on a free loopback port. The log has a line for each request, with times on the monotonic clock,
+which all processes of a Linux host share, so that tests can compare them with a client's. It reports
+healthy, for proxies.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ _READY = "listening on "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What the server does. A pair is the range a request's own delay is drawn from, by the number in its id.
+    """The server's behavior. A pair is the range from which a request's delay is drawn, by the number in its id.
 
     Args:
-        ttft: seconds to the first token, from when the request has a slot.
+        ttft: seconds from taking a slot to the first token.
         itl: seconds from one token to the next.
-        slots: requests that run at once; 0 for no limit.
-        queue: requests that may wait for a slot; one more is refused.
-        refuse_every: of so many requests the last is refused; 0 for none. So in the next two.
-        break_every: ends with OK, but without its summary.
-        fail_every: ends with INTERNAL after its second token.
-        endless: numbers of requests whose last token never comes.
-        stall_at: seconds after the first request when the whole server stands still.
-        stall_seconds: for how long; 0 for never.
-        log: file for what was done.
+        slots: maximum of running requests; 0 for no limit.
+        queue: maximum of waiting requests; more are refused.
+        refuse_every: refuses each n-th request; 0 for none.
+        break_every: ends each n-th with OK, but without its summary.
+        fail_every: ends each n-th with INTERNAL after its second token.
+        endless: numbers of requests that never get their last token.
+        stall_at: seconds from the first request to a stall of the whole server.
+        stall_seconds: duration of the stall; 0 for none.
+        log: file of the log.
     """
 
     ttft: tuple[float, float] = (0.0, 0.0)
@@ -67,7 +67,7 @@ class Plan:
     log: str = ""
 
     def delays(self, number: int) -> tuple[float, float]:
-        """Of the request of that number: seconds to its first token, and from each to the next."""
+        """A request's seconds to its first token, and between tokens."""
         source = random.Random(number)
         return source.uniform(*self.ttft), source.uniform(*self.itl)
 
@@ -141,7 +141,7 @@ class Service(generation_pb2_grpc.GenerationServiceServicer, model_pb2_grpc.Mode
 
     def _begin(self) -> None:
         if not self._has_begun and self._plan.stall_seconds:
-            # It sleeps on the loop itself: nothing is taken and nothing is sent meanwhile.
+            # Blocks the loop: the server neither receives nor sends.
             asyncio.get_running_loop().call_later(self._plan.stall_at, time.sleep, self._plan.stall_seconds)
         self._has_begun = True
 
@@ -174,7 +174,7 @@ async def serve(plan: Plan) -> None:
 
 @contextmanager
 def fake_server(**plan: Any) -> Iterator[str]:
-    """Such a server as long as the context lasts; its host:port."""
+    """Runs the server for the duration of the block; yields its host:port."""
     command = [sys.executable, "-m", "tests.load.fake_server", json.dumps(asdict(Plan(**plan)))]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment()) as process:
         try:
@@ -189,7 +189,7 @@ def fake_server(**plan: Any) -> Iterator[str]:
 
 @contextmanager
 def fake_servers(way: str, folder: Path, **plan: Any) -> Iterator[str]:
-    """Where to ask: "direct" is such a server, "envoy" an Envoy before two of them, which share a log."""
+    """The target of a way: "direct" is one server, "envoy" an Envoy in front of two that share a log."""
     if way == "direct":
         with fake_server(**plan) as target:
             yield target
@@ -199,9 +199,9 @@ def fake_servers(way: str, folder: Path, **plan: Any) -> Iterator[str]:
 
 
 def read_log(path: Path) -> dict[str, dict[str, Any]]:
-    """What the server did, by request id. Requests given up may be written a moment after their client is gone."""
+    """The log by request id. Cancelled requests may appear a moment after their client has ended."""
     text = path.read_text(encoding="utf-8") if path.exists() else ""
-    # It may be in the middle of its last line.
+    # The last line may be incomplete.
     lines = text[: text.rfind("\n") + 1].splitlines()
     return {done["request_id"]: done for done in map(json.loads, lines)}
 

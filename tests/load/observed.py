@@ -1,55 +1,61 @@
-"""Holds what a client measured to what the fake server did, request by request, on the one clock of the host.
-
-And what the server did to its plan: so that what comes out are the delays that were known before.
-"""
+"""Compares a client's measurements with the fake server's log and plan, request by request, on the host's clock."""
 
 from __future__ import annotations
 
 import itertools
 import os
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from loadtest.records import Outcome, Record
+import numpy as np
+
+from loadtest.core.records import Outcome, Record
 from tests.load.fake_server import Plan
 
 TOLERANCE = 0.05
-"""Of a median."""
+"""Of a median, relative."""
 DELAYS: dict[str, Any] = {"ttft": (0.2, 0.4), "itl": (0.1, 0.2)}
-"""The known ones, long enough for 5 % of them to outlast what a machine adds."""
+"""Planned delays; 5 % of them is more than a quiet machine's scheduling delay."""
 SCALES = (1, 4, 12)
-"""Where the machine is too busy for that they are so many times as long in the next run."""
+"""Factors of the delays, for retries on a busy machine."""
 LATE_SECONDS = 0.003
-"""A quiet machine wakes a sleeper within one or two milliseconds."""
+"""A quiet machine wakes a sleeping task within one or two milliseconds."""
 
 
 class Disagreement(AssertionError):
-    """Medians are further apart than they may be."""
+    """Medians differ by more than the tolerance."""
 
 
 def delays(scale: int) -> dict[str, Any]:
-    """The known ones, so many times as long."""
+    """The planned delays times the scale."""
     return {name: (scale * least, scale * most) for name, (least, most) in DELAYS.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One finished request by both accounts; the client's times are moved to the host's clock."""
+    """One finished request with its log entry; all of its spans are: first token, gaps, whole answer."""
 
     record: Record
     began: float
     done: Mapping[str, Any]
 
     @property
-    def arrivals(self) -> list[float]:
-        return [self.began + at for at in self.record.arrivals]
+    def seen(self) -> list[float]:
+        first = self.record.first_token_seconds
+        assert first is not None
+        return [first, *self.record.gaps, self.record.end_to_end_seconds]
 
     @property
-    def first_token_seconds(self) -> float:
-        assert self.record.first_token_seconds is not None
-        return self.record.first_token_seconds
+    def logged(self) -> list[float]:
+        times = [self.done["arrived"], *self.done["sent"]]
+        return [*(later - earlier for earlier, later in itertools.pairwise(times)), times[-1] - times[0]]
+
+    def planned(self, plan: Plan) -> list[float]:
+        ttft, itl = plan.delays(self.record.number)
+        gaps = [itl] * len(self.record.gaps)
+        return [ttft, *gaps, ttft + sum(gaps)]
 
 
 def pairs(records: Sequence[Record], began: float, log: Mapping[str, Mapping[str, Any]]) -> list[Pair]:
@@ -57,77 +63,63 @@ def pairs(records: Sequence[Record], began: float, log: Mapping[str, Mapping[str
     return [Pair(record, began, log[record.request_id]) for record in finished]
 
 
-def hold(both: Sequence[Pair]) -> None:
-    """Nothing is seen before it was done, and the medians of all delays are those of the server within 5 %.
-
-    The server's delays are taken from its own account: what a busy machine adds to them there, it adds on both sides.
-    """
+def hold_order(both: Sequence[Pair], plan: Plan) -> None:
+    """No event is seen before it happened, and the server was never faster than planned."""
     assert both
     for pair in both:
-        sent = pair.done["sent"]
-        assert len(pair.arrivals) == len(sent)
-        assert pair.began + pair.record.sent <= pair.done["arrived"]
-        assert all(seen >= at for seen, at in zip(pair.arrivals, sent, strict=True))
+        arrived, sent = pair.done["arrived"], pair.done["sent"]
+        seen = [pair.began + at for at in pair.record.arrivals]
+        assert pair.began + pair.record.sent <= arrived
+        assert all(at >= done for at, done in zip(seen, sent, strict=True))
         assert pair.began + pair.record.ended >= sent[-1]
-    first = [(pair.first_token_seconds, pair.done["sent"][0] - pair.done["arrived"]) for pair in both]
-    gaps = [
-        (seen, later - earlier)
-        for pair in both
-        for seen, (earlier, later) in zip(pair.record.gaps, itertools.pairwise(pair.done["sent"]), strict=True)
-    ]
-    whole = [(pair.record.end_to_end_seconds, pair.done["sent"][-1] - pair.done["arrived"]) for pair in both]
-    for measured in (first, gaps, whole):
-        _agree(measured)
+        # Rounding differs from the server's repeated addition.
+        due = itertools.accumulate(pair.planned(plan)[:-1], initial=arrived)
+        assert all(at >= planned - 1e-6 for at, planned in zip([arrived, *sent], due, strict=True))
 
 
-def hold_to_plan(both: Sequence[Pair], plan: Plan) -> None:
-    """The server was never quicker than planned, and what was measured is what was planned, within 5 %."""
-    first, gaps, whole = [], [], []
-    for pair in both:
-        ttft, itl = plan.delays(pair.record.number)
-        for number, at in enumerate(pair.done["sent"]):
-            # A sum rounds otherwise than the server adds up.
-            assert at >= pair.done["arrived"] + ttft + number * itl - 1e-6
-        first.append((pair.first_token_seconds, ttft))
-        gaps += [(seen, itl) for seen in pair.record.gaps]
-        whole.append((pair.record.end_to_end_seconds, ttft + len(pair.record.gaps) * itl))
-    for measured in (first, gaps, whole):
-        _agree(measured)
+def hold_medians(both: Sequence[Pair], known: Callable[[Pair], list[float]]) -> None:
+    """Medians of the measured first tokens, gaps and whole answers are the known ones within 5 %.
+
+    Raises:
+        Disagreement: if one is not.
+    """
+    for part in (slice(1), slice(1, -1), slice(-1, None)):
+        seen, expected = (
+            np.concatenate([each(pair)[part] for pair in both]) for each in (lambda pair: pair.seen, known)
+        )
+        # The medians may agree although the pairs do not.
+        ratios = np.median(seen) / np.median(expected), np.median(seen / expected)
+        if max(abs(ratio - 1) for ratio in ratios) > TOLERANCE:
+            raise Disagreement(f"medians are {ratios[0]:.3f} of the known ones, pair by pair {ratios[1]:.3f}")
 
 
 def lateness(both: Sequence[Pair], plan: Plan) -> float:
-    """By how many seconds the server was late for its plan, on average and by its own clock: the machine's doing."""
-    late = []
-    for pair in both:
-        ttft, itl = plan.delays(pair.record.number)
-        late += [at - pair.done["arrived"] - ttft - number * itl for number, at in enumerate(pair.done["sent"])]
+    """The server's mean delay against its plan at each token, in seconds, by its own log."""
+    late = [
+        at - due
+        for pair in both
+        for at, due in zip(
+            itertools.accumulate(pair.logged[:-1]), itertools.accumulate(pair.planned(plan)[:-1]), strict=True
+        )
+    ]
     return statistics.mean(late)
 
 
 def holds(both: Sequence[Pair], scale: int) -> bool:
-    """Whether `hold` and `hold_to_plan` are content; if not, they raise, unless the machine was too busy to tell.
+    """Compares the measurement with log and plan; returns False if the machine was too busy to decide.
 
-    Only medians that differ can be put down to that, only where the server itself was late or clearly more has wanted
-    to run than there are processors (what is between server and client may be late where the server is not), and only
-    while there is a larger scale to look again.
+    Only differing medians are excused, only if the server itself was late or the load exceeds the number of
+    processors, and only if a larger scale remains. The log has the server's own scheduling delays, the plan has none.
     """
     plan = Plan(**delays(scale))
     last_minute, *_ = os.getloadavg()
+    hold_order(both, plan)
     try:
-        hold(both)
-        hold_to_plan(both, plan)
+        hold_medians(both, lambda pair: pair.logged)
+        hold_medians(both, lambda pair: pair.planned(plan))
     except Disagreement:
         is_quiet = lateness(both, plan) < LATE_SECONDS and last_minute < len(os.sched_getaffinity(0)) + 1
         if is_quiet or scale == SCALES[-1]:
             raise
         return False
     return True
-
-
-def _agree(measured: Sequence[tuple[float, float]]) -> None:
-    seen, known = zip(*measured, strict=True)
-    ratio = statistics.median(seen) / statistics.median(known)
-    # And one by one, not only as a heap.
-    by_one = statistics.median(one / two for one, two in measured)
-    if max(abs(ratio - 1), abs(by_one - 1)) > TOLERANCE:
-        raise Disagreement(f"medians are {ratio:.3f} of what they should be, one by one {by_one:.3f}")

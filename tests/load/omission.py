@@ -1,10 +1,9 @@
-"""Coordinated omission, drawn from a real run: a server that stands still for a second, seen by two clients.
+"""Coordinated omission, drawn from a real run: a server that stalls for a second, measured by two clients.
 
     python -m tests.load.omission --out docs/results
 
-One client sends by a schedule, whatever becomes of what it sent; the other is one user, who asks again when the answer
-is there. While the server stands still that user asks nothing, so nearly all of its answers are quick, and its
-percentiles say so. The last line on stdout is the figures as JSON.
+One client runs an open loop. The other is a closed loop of one user: during the stall it sends nothing, so nearly all
+of its answers are quick. The last line on stdout is the figures as JSON.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.frame.pictures import drawing
-from loadtest.arrivals import Arrivals, Pattern
-from loadtest.clients import WireProtocol, connect
-from loadtest.drive import Driver
-from loadtest.figures import Run
-from loadtest.records import Record
-from loadtest.wire import Sampling
-from loadtest.workload import Fixed, Workload
+from loadtest.core.arrivals import Arrivals, Pattern
+from loadtest.core.clients import WireProtocol, connect
+from loadtest.core.drive import Driver
+from loadtest.core.figures import Run
+from loadtest.core.records import Record
+from loadtest.core.wire import Sampling
+from loadtest.core.workload import Workload, parse_lengths
 from tests.load.fake_server import VOCAB_SIZE, fake_server
 
 RATE = 20.0
@@ -39,39 +38,23 @@ _BLUE, _ORANGE, _GREY = "#0072B2", "#E69F00", "#555555"
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What both clients saw; slow is what waited longer than half the standstill."""
+    """Due times and latencies of both clients; `stall` is its begin and its length."""
 
-    rate: float
     stall: tuple[float, float]
     open: list[tuple[float, float]]
     closed: list[tuple[float, float]]
 
-    def _slow(self, points: list[tuple[float, float]]) -> int:
+    def num_slow(self, points: list[tuple[float, float]]) -> int:
+        """Requests that waited longer than half the stall."""
         return sum(wait > HALF * self.stall[1] for _, wait in points)
 
-    @property
-    def open_slow(self) -> int:
-        return self._slow(self.open)
 
-    @property
-    def closed_slow(self) -> int:
-        return self._slow(self.closed)
-
-    @property
-    def closed_asked(self) -> int:
-        return len(self.closed)
-
-    @property
-    def open_percentile(self) -> float:
-        return float(np.percentile([wait for _, wait in self.open], PERCENTILE))
-
-    @property
-    def closed_percentile(self) -> float:
-        return float(np.percentile([wait for _, wait in self.closed], PERCENTILE))
+def percentile(points: list[tuple[float, float]]) -> float:
+    return float(np.percentile([wait for _, wait in points], PERCENTILE))
 
 
 async def observe(*, seconds: float, stall_at: float, stall_seconds: float) -> Seen:
-    """Runs both at once, each on a server of its own that stands still at the same time of the run."""
+    """Runs both clients at once, each on its own server; both servers stall at the same time."""
     schedule = Arrivals(pattern=Pattern.CONSTANT, rate=RATE).schedule(seconds=seconds)
     plan = {"ttft": (SERVICE_SECONDS, SERVICE_SECONDS), "stall_at": stall_at, "stall_seconds": stall_seconds}
     with fake_server(**plan) as one, fake_server(**plan) as other:
@@ -79,11 +62,12 @@ async def observe(*, seconds: float, stall_at: float, stall_seconds: float) -> S
             _points(one, lambda driver: driver.open_loop(schedule)),
             _points(other, lambda driver: driver.closed_loop(1, seconds=seconds)),
         )
-    return Seen(RATE, (stall_at, stall_seconds), *points)
+    return Seen((stall_at, stall_seconds), *points)
 
 
 async def _points(target: str, drive: Callable[[Driver], Awaitable[Run]]) -> list[tuple[float, float]]:
-    workload = Workload(prompt_tokens=Fixed(8), max_tokens=Fixed(1), vocab_size=VOCAB_SIZE)
+    prompt, answer = (parse_lengths(text, "") for text in ("8", "1"))
+    workload = Workload(prompt_tokens=prompt, max_tokens=answer, vocab_size=VOCAB_SIZE)
     async with connect(WireProtocol.ONWARD, target, "", Sampling()) as client:
         run = await drive(Driver(client, workload))
     return sorted((record.intended, _wait(record)) for record in run.records)
@@ -101,14 +85,14 @@ def draw_picture(seen: Seen) -> str:
         begin, length = seen.stall
         left.axvspan(begin, begin + length, color=_GREY, alpha=0.15, linewidth=0)
         shares = np.linspace(0.0, 100.0, 400)
-        for points, colour, mark, label in (
-            (seen.open, _BLUE, "o", "by a schedule"),
-            (seen.closed, _ORANGE, "x", "one user, one after the other"),
+        for points, color, mark, label in (
+            (seen.open, _BLUE, "o", "open loop"),
+            (seen.closed, _ORANGE, "x", "closed loop, one user"),
         ):
             waits = [1e3 * wait for _, wait in points]
-            left.plot([at for at, _ in points], waits, mark, color=colour, markersize=3, label=label)
-            right.plot(shares, np.percentile(waits, shares), color=colour)
-        left.set_xlabel("seconds; grey: the server stands still")
+            left.plot([at for at, _ in points], waits, mark, color=color, markersize=3, label=label)
+            right.plot(shares, np.percentile(waits, shares), color=color)
+        left.set_xlabel("seconds; grey: the server stalls")
         left.set_ylabel("latency, ms")
         left.legend(frameon=False, loc="upper left")
         right.set_xlabel("percentile")

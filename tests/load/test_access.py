@@ -1,4 +1,4 @@
-"""Who asks whom: files and keys are read and checked, and a guarded server is driven by those who have them."""
+"""TLS files and API keys: read, validated, and required by a guarded server."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import grpc
 import pytest
 
 from loadtest import bench
-from loadtest.access import Access, add_access, read_access
-from loadtest.bench import Settings
-from loadtest.clients import WireProtocol
-from loadtest.figures import summarise
+from loadtest.bench import BenchSettings
+from loadtest.core.access import Access, add_access, read_access
+from loadtest.core.clients import WireProtocol
+from loadtest.core.figures import summarize
 from tests.identities import HOST, Authority
 from tests.integration.test_server_security import KEY, alices_keys
 from tests.load.test_bench import options
@@ -30,7 +30,7 @@ def test_without_files_nothing_is_encrypted_and_nothing_shown() -> None:
     assert read().metadata == ()
 
 
-def test_a_key_is_shown_and_not_told(tmp_path: Path) -> None:
+def test_a_key_is_sent_and_not_printed(tmp_path: Path) -> None:
     path = tmp_path / "key"
     path.write_text(f"{KEY}\n", encoding="ascii")
     access = read("--api-key-file", str(path))
@@ -53,9 +53,7 @@ def test_what_does_not_fit_is_named(words: tuple[str, ...], said: str) -> None:
 
 
 @pytest.mark.parametrize("protocol", list(WireProtocol))
-async def test_a_guarded_server_is_driven_by_who_has_certificate_and_key_and_by_nobody_else(
-    protocol: WireProtocol, tmp_path: Path
-) -> None:
+async def test_a_guarded_server_needs_certificate_and_key(protocol: WireProtocol, tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     certificate, key = authority.issue("server", HOST)
     own_certificate, own_key = authority.issue("client", "client.example")
@@ -69,8 +67,8 @@ async def test_a_guarded_server_is_driven_by_who_has_certificate_and_key_and_by_
         async def measured(*words: str) -> dict[str, object]:
             load = options("--model", MODEL, "--num-prompts", "4", "--max-tokens", "3", "--prompt-tokens", "2", *words)
             target = f"127.0.0.1:{server.endpoint.port}"
-            settings = Settings(target=target, protocol=protocol, load=load, max_concurrency=2, connections=2)
-            return summarise((await bench.measure(settings)).run)
+            settings = BenchSettings(target=target, protocol=protocol, load=load, max_concurrency=2, connections=2)
+            return summarize((await bench.measure(settings)).run)
 
         assert (await measured(*tls, *own, "--api-key-file", str(shown)))["finished"] == 4
         for words, code in (((*tls, *own), "UNAUTHENTICATED"), (tls, "UNAVAILABLE"), ((), "UNAVAILABLE")):

@@ -1,6 +1,6 @@
-"""Locust, itself measured: really started, in one process, with workers, and behind its web page, on a fake server.
+"""Locust on a fake server: in one process, with workers, and behind its web page.
 
-Locust patches the interpreter it runs in, so it never runs in this one.
+Locust patches its interpreter, so it always runs in a child process.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any
 
 import pytest
 
-from loadtest.arrivals import Arrivals, Pattern
-from loadtest.records import Outcome, Record
+from loadtest.core.arrivals import Arrivals, Pattern
+from loadtest.core.records import Outcome, Record
 from tests.environment import ROOT, environment
 from tests.load.fake_server import fake_server, fake_servers, read_log
 from tests.load.observed import SCALES, delays, holds, pairs
@@ -36,7 +36,7 @@ FAULTS = {"refuse_every": 5, "break_every": 7, "fail_every": 11}
 
 @contextmanager
 def locust(*words: str, cwd: Path = ROOT) -> Iterator[subprocess.Popen[str]]:
-    """Locust with our file; ended by its id if it has not ended by then."""
+    """Runs Locust with our file; kills it if it outlives the block."""
     command = [sys.executable, "-m", "locust", "-f", str(ROOT / "loadtest" / "locustfile.py"), *words]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=cwd, env=environment()
@@ -59,7 +59,7 @@ def records_of(report: dict[str, Any]) -> list[Record]:
 
 
 def hold_faults(records: list[Record], count: int) -> None:
-    """Every number once, and each with the end that its number says."""
+    """Every number once, each with the outcome that the server's faults give it."""
     by_number = {record.number: record for record in records}
     assert sorted(by_number) == list(range(count))
     assert len(records) == count
@@ -76,7 +76,7 @@ def hold_faults(records: list[Record], count: int) -> None:
 
 
 @pytest.mark.parametrize(("way", "connections"), [("direct", 8), ("envoy", 2)])
-def test_known_delays_come_out_within_five_percent_from_thinking_users(
+def test_known_delays_are_measured_within_five_percent_with_pausing_users(
     way: str, connections: int, tmp_path: Path
 ) -> None:
     for scale in SCALES:
@@ -97,7 +97,7 @@ def test_known_delays_come_out_within_five_percent_from_thinking_users(
     assert (report["offered"], report["finished"], report["missing"]) == (28, 28, 0)
     assert report["output_throughput"] == pytest.approx(140 / report["duration"])
     assert "Output token throughput" in out
-    # Locust's own book has an entry of each kind, of the same requests; its medians are in classes of three digits.
+    # Locust's own table has the same requests; its histogram has three digits.
     entries = {entry["name"]: entry for entry in json.loads(stats_file.read_text(encoding="utf-8"))}
     assert {name: entry["num_requests"] for name, entry in entries.items()} == {"TTFT": 28, "ITL": 112, "E2E": 28}
     assert {entry["method"] for entry in entries.values()} == {"grpc"}
@@ -116,7 +116,7 @@ def hold_faults_none(records: list[Record], count: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """What a scenario left behind."""
+    """A scenario's outputs."""
 
     code: int
     out: str
@@ -129,7 +129,7 @@ def with_workers(folder: Path, way: str = "direct") -> Outputs:
     log, report_file = folder / "log", folder / "report"
     port = str(free_port())
     with fake_servers(way, folder, ttft=(0.02, 0.05), itl=(0.01, 0.02), log=str(log), **FAULTS) as target:
-        # What workers are told on their own command line does not count.
+        # The master's options override the workers' own.
         worker = ("--worker", "--master-host", "127.0.0.1", "--master-port", port, "--seed", "99", "--max-tokens", "1")
         with locust(*worker) as one, locust(*worker) as other:
             code, out = run(
@@ -143,12 +143,12 @@ def with_workers(folder: Path, way: str = "direct") -> Outputs:
 
 
 def with_workers_behind_envoy(folder: Path) -> Outputs:
-    """The same, and two such servers behind an Envoy."""
+    """The same, with two servers behind an Envoy."""
     return with_workers(folder, "envoy")
 
 
 def behind_the_page(folder: Path) -> Outputs:
-    """Two processes behind the web page: a run by its form's options, and one that its button ends."""
+    """Two processes behind the web page: a run with the form's options, and one that the button stops."""
     log, report_file = folder / "log", folder / "report"
     port, master_port = free_port(), free_port()
     url = f"http://127.0.0.1:{port}"
@@ -184,7 +184,7 @@ def behind_the_page(folder: Path) -> Outputs:
 
 
 def out_of_time(folder: Path) -> Outputs:
-    """A run whose time is over before its answers are there."""
+    """A run that ends before all of its answers."""
     report_file = folder / "report"
     # The second of four takes a second, the others two to eight: so much is left to either side of the end.
     with fake_server(ttft=(0.0, 8.0)) as target:
@@ -196,7 +196,7 @@ def out_of_time(folder: Path) -> Outputs:
 
 
 def interrupted(folder: Path) -> Outputs:
-    """Two processes by a schedule without end, and Ctrl-C in the middle of it."""
+    """Two processes with an endless schedule, interrupted by Ctrl-C."""
     log, report_file = folder / "log", folder / "report"
     port = str(free_port())
     with (
@@ -223,7 +223,7 @@ def get(url: str) -> Any:
 
 
 def until(condition: Callable[[], Any]) -> None:
-    """Waits for what another process will bring about."""
+    """Polls until the condition holds."""
     limit = time.monotonic() + TIMEOUT_SECONDS
     while time.monotonic() < limit:
         with suppress(urllib.error.URLError, ConnectionError):
@@ -234,7 +234,7 @@ def until(condition: Callable[[], Any]) -> None:
 
 
 def short_of_a_file(folder: Path) -> Outputs:
-    """A master and two workers, of which one has not the file that says how long prompts are."""
+    """A master and two workers, one of which lacks the file of prompt lengths."""
     log, report_file = folder / "log", folder / "report"
     (folder / "lengths").write_text("3\n", encoding="utf-8")
     (folder / "elsewhere").mkdir()
@@ -260,13 +260,13 @@ SCENARIOS = (with_workers, with_workers_behind_envoy, behind_the_page, out_of_ti
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Outputs]]]:
-    """All of them at once, for they mostly wait. None of them asks how long anything takes."""
+    """Starts all scenarios at once: they mostly wait, and none of them measures time."""
     with ThreadPoolExecutor(len(SCENARIOS)) as pool:
         yield {each.__name__: pool.submit(each, tmp_path_factory.mktemp(each.__name__)) for each in SCENARIOS}
 
 
 @pytest.mark.parametrize("scenario", [with_workers, with_workers_behind_envoy])
-def test_a_master_and_two_workers_send_one_schedule_between_them_and_lose_nothing(
+def test_a_master_and_two_workers_send_one_schedule_completely(
     started: dict[str, Future[Outputs]], scenario: Callable[[Path], Outputs]
 ) -> None:
     outputs = started[scenario.__name__].result()
@@ -280,7 +280,7 @@ def test_a_master_and_two_workers_send_one_schedule_between_them_and_lose_nothin
     assert report["offered"] == sum(report[outcome] for outcome in Outcome) == 60
     assert report["missing"] == 0
     assert (len(report["client"]), len(report["began_monotonic"]), report["silent"]) == (2, 2, 0)
-    # Both sent, each its half, from the same begin; behind Envoy, whose peer is its, both servers were asked.
+    # Each worker sent its half, from the same begin; behind Envoy both servers got requests.
     peers = [each["peer"] for each in done.values()]
     assert len(set(peers)) == 2
     if scenario is with_workers:
@@ -302,7 +302,7 @@ def test_the_web_page_starts_runs_with_its_form_s_options_in_several_processes_a
     hold_faults(records_of(first), 22)
     assert {len(outputs.log[each["request_id"]]["prompt"]) for each in first["requests"]} == {6}
     assert second["offered"] == len(second["requests"]) == sum(second[outcome] for outcome in Outcome) > 0
-    # Its users were in the middle of their streams when the button was pressed: none was cut.
+    # No stream was cut when the button was pressed.
     assert (second["missing"], second["cancelled"]) == (0, 0)
     # A sweep changes what workers ask while it lasts.
     assert set(second["stages"]) == {"3 tokens", "7 tokens"}
@@ -311,7 +311,7 @@ def test_the_web_page_starts_runs_with_its_form_s_options_in_several_processes_a
     assert second["offered"] == sum(stage["offered"] for stage in second["stages"].values())
 
 
-def test_the_end_of_the_time_waits_for_what_is_in_flight_and_gives_up_what_takes_too_long(
+def test_the_time_limit_waits_for_requests_in_flight_and_cancels_slow_ones(
     started: dict[str, Future[Outputs]],
 ) -> None:
     outputs = started["out_of_time"].result()
@@ -324,14 +324,14 @@ def test_the_end_of_the_time_waits_for_what_is_in_flight_and_gives_up_what_takes
     assert outputs.code == 1
 
 
-def test_a_process_that_cannot_take_its_part_leaves_the_run_and_the_report_says_so(
+def test_a_worker_without_its_files_leaves_the_run_and_is_reported(
     started: dict[str, Future[Outputs]],
 ) -> None:
     outputs = started["short_of_a_file"].result()
     (report,) = outputs.reports
     assert "--prompt-tokens: [Errno 2] No such file or directory" in outputs.out
-    assert "1 of the client's processes never told of their part" in outputs.out
-    # The other has sent its half, and nobody has sent anything twice.
+    assert "1 of the client's processes never reported" in outputs.out
+    # The other has sent its half, and no request was sent twice.
     assert (report["offered"], report["finished"], report["missing"], report["silent"]) == (20, 20, 0, 1)
     assert len({each["number"] % 2 for each in report["requests"]}) == 1
     assert len({each["number"] for each in report["requests"]}) == 20
@@ -357,7 +357,7 @@ def test_ctrl_c_in_the_middle_of_a_schedule_cuts_no_stream_in_any_process(
         (("--arrivals", "poisson", "--vocab-size", "10"), "--num-prompts: poisson has no end of its own"),
     ],
 )
-def test_a_run_that_cannot_be_is_refused_in_a_line(words: tuple[str, ...], said: str) -> None:
+def test_an_impossible_run_is_refused_in_a_line(words: tuple[str, ...], said: str) -> None:
     code, out = run(*words)
     assert said in out
     assert code == 2

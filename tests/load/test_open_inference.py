@@ -1,4 +1,4 @@
-"""The benchmark drives any Open Inference Protocol server with a text model: tried on small ones of each habit."""
+"""The benchmark drives Open Inference Protocol servers with text models, whatever optional parts they implement."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import grpc
 import pytest
 
 from loadtest import bench
-from loadtest.bench import Settings
-from loadtest.clients import WireProtocol
-from loadtest.figures import Run, summarise
-from loadtest.records import IN_STREAM, INCOMPLETE, Outcome
+from loadtest.bench import BenchSettings
+from loadtest.core.clients import WireProtocol
+from loadtest.core.figures import Run, summarize
+from loadtest.core.records import IN_STREAM, INCOMPLETE, Outcome
 from onward.inference import open_inference_pb2 as oip
 from onward.inference import open_inference_pb2_grpc
 from tests.fakes import FakeRunner, Gate
@@ -124,7 +124,7 @@ async def serving(server: Server) -> AsyncIterator[str]:
 async def measured(server: Server, *words: str, warmups: int = 0, is_streamed: bool = True) -> Run:
     async with serving(server) as target:
         load = options("--model", MODEL, "--num-prompts", "8", "--max-tokens", "4", "--prompt-tokens", "5", *words)
-        settings = Settings(
+        settings = BenchSettings(
             target=target,
             protocol=WireProtocol.OIP,
             load=load,
@@ -136,33 +136,41 @@ async def measured(server: Server, *words: str, warmups: int = 0, is_streamed: b
         return (await bench.measure(settings)).run
 
 
-@pytest.mark.parametrize("marks_end", [True, False])
-@pytest.mark.parametrize("raw", [True, False])
 @pytest.mark.parametrize(
-    "inputs",
+    ("marks_end", "raw", "inputs"),
     [
-        {"text_input": "BYTES"},
-        {"text_input": "BYTES", "max_tokens": "INT32", "stream": "BOOL"},
-        {"text_input": "BYTES", "stream": "BOOL", "sampling_parameters": "BYTES", "exclude_input_in_output": "BOOL"},
+        (True, True, {"text_input": "BYTES"}),
+        (False, False, {"text_input": "BYTES"}),
+        (True, False, {"text_input": "BYTES", "max_tokens": "INT32", "stream": "BOOL"}),
+        (
+            False,
+            True,
+            {
+                "text_input": "BYTES",
+                "stream": "BOOL",
+                "sampling_parameters": "BYTES",
+                "exclude_input_in_output": "BOOL",
+            },
+        ),
     ],
 )
-async def test_a_server_of_any_habit_is_driven_and_measured(
+async def test_servers_with_and_without_optional_parts_are_measured(
     *, marks_end: bool, raw: bool, inputs: dict[str, str]
 ) -> None:
     server = Server(marks_end=marks_end, raw=raw, inputs=inputs)
     run = await measured(server, warmups=1)
-    report = summarise(run)
+    report = summarize(run)
     assert (report["offered"], report["finished"], report["total_output_tokens"]) == (8, 8, 32)
     assert all(len(record.arrivals) == 4 for record in run.records)
     assert report["mean_itl_ms"] > 0.0
-    # Only the server could count what it makes of words.
+    # Only the server can count the tokens of the words.
     assert report["total_input_tokens"] is None
     assert len(server.requests) == 9
     assert len({request.id for request in server.requests}) == 9
     texts = [bytes(request.inputs[0].contents.bytes_contents[0]) for request in server.requests]
     assert [len(text.split()) for text in texts] == [5] * 9
     assert len(set(texts)) == 9
-    assert all(told["triton_grpc_error"] == "true" for told in server.metadata)
+    assert all(each["triton_grpc_error"] == "true" for each in server.metadata)
 
 
 @pytest.mark.parametrize(
@@ -174,26 +182,26 @@ async def test_a_server_of_any_habit_is_driven_and_measured(
         ("refuse", Outcome.REFUSED, "RESOURCE_EXHAUSTED"),
     ],
 )
-async def test_every_way_to_fail_is_counted_as_what_it_is(misbehaves: str, outcome: Outcome, code: str) -> None:
+async def test_every_kind_of_failure_is_counted(misbehaves: str, outcome: Outcome, code: str) -> None:
     run = await measured(Server(marks_end=True, raw=True, inputs={"text_input": "BYTES"}, misbehaves=misbehaves))
     assert [(record.outcome, record.code) for record in run.records] == [(outcome, code)] * 8
     assert run.offered == 8
-    report = summarise(run)
+    report = summarize(run)
     assert report["error_details"] == (
         {} if misbehaves == "break" else {code: "full" if code[0] == "R" else "it broke"}
     )
 
 
-async def test_our_own_server_is_one_of_them() -> None:
+async def test_our_own_server_is_measured_over_the_protocol() -> None:
     gate = Gate()
     async with running(runner=FakeRunner(SLOTS, before_run=gate), max_queue_size=1) as server:
         target = f"{server.endpoint.host}:{server.endpoint.port}"
         load = options("--model", OURS, "--num-prompts", "8", "--max-tokens", "6", "--prompt-tokens", "2")
-        settings = Settings(target=target, protocol=WireProtocol.OIP, load=load, max_concurrency=3)
+        settings = BenchSettings(target=target, protocol=WireProtocol.OIP, load=load, max_concurrency=3)
         run = (await bench.measure(settings)).run
-        report = summarise(run)
+        report = summarize(run)
         assert (report["finished"], report["total_output_tokens"]) == (8, 48)
-        # It tells how many tokens it found in the words.
+        # The server reports its token counts.
         assert report["total_input_tokens"] > 8 * 2
         assert server.ended()["length"] == 9
         # All at once, some run, one waits, and the rest is refused.
@@ -207,39 +215,38 @@ async def test_our_own_server_is_one_of_them() -> None:
         assert len(ends) == crowd.offered == 8
 
 
-@pytest.mark.parametrize("raw", [True, False])
-async def test_a_server_that_streams_nothing_is_driven_by_whole_answers(*, raw: bool) -> None:
-    server = Server(marks_end=False, raw=raw, inputs={"text_input": "BYTES", "stream": "BOOL"})
+async def test_a_server_without_streaming_is_driven_by_unary_calls() -> None:
+    server = Server(marks_end=False, raw=True, inputs={"text_input": "BYTES", "stream": "BOOL"})
     run = await measured(server, warmups=1, is_streamed=False)
-    report = summarise(run)
+    report = summarize(run)
     assert (report["offered"], report["finished"], len(server.requests)) == (8, 8, 9)
-    # An answer is one message: nobody but the server could count what is in it.
+    # An answer is one message: only the server can count its tokens.
     assert report["total_output_tokens"] == 8
     assert all(len(record.arrivals) == 1 for record in run.records)
     assert report["mean_itl_ms"] is None
     assert server.metadata == []
     broken = await measured(
-        Server(marks_end=False, raw=raw, inputs=server._inputs, misbehaves="status"), is_streamed=False
+        Server(marks_end=False, raw=True, inputs=server._inputs, misbehaves="status"), is_streamed=False
     )
     assert [(record.outcome, record.code) for record in broken.records] == [(Outcome.FAILED, "INTERNAL")] * 8
-    hanging = Server(marks_end=False, raw=raw, inputs=server._inputs, misbehaves="hang")
+    hanging = Server(marks_end=False, raw=True, inputs=server._inputs, misbehaves="hang")
     given_up = await measured(hanging, "--cancel-share", "1", "--cancel-after", "0.02", is_streamed=False)
     assert [record.outcome for record in given_up.records] == [Outcome.CANCELLED] * 8
 
 
 @pytest.mark.parametrize("protocol", list(WireProtocol))
-async def test_our_own_server_gives_whole_answers_too(protocol: WireProtocol) -> None:
+async def test_our_own_server_answers_unary_calls(protocol: WireProtocol) -> None:
     async with running(runner=FakeRunner(SLOTS)) as server:
         target = f"{server.endpoint.host}:{server.endpoint.port}"
         load = options("--model", OURS, "--num-prompts", "6", "--max-tokens", "5", "--prompt-tokens", "2")
-        settings = Settings(target=target, protocol=protocol, load=load, max_concurrency=2, is_streamed=False)
-        report = summarise((await bench.measure(settings)).run)
+        settings = BenchSettings(target=target, protocol=protocol, load=load, max_concurrency=2, is_streamed=False)
+        report = summarize((await bench.measure(settings)).run)
         assert (report["offered"], report["finished"], report["total_output_tokens"]) == (6, 6, 30)
         assert report["median_ttft_ms"] <= report["median_e2el_ms"]
         assert server.ended()["length"] == 7
 
 
-async def test_a_model_that_is_not_there_or_not_for_text_is_said() -> None:
+async def test_an_unknown_or_non_text_model_is_reported() -> None:
     with pytest.raises(grpc.aio.AioRpcError, match="no model other"):
         await measured(Server(marks_end=True, raw=True, inputs={"text_input": "BYTES"}), "--model", "other")
     with pytest.raises(ValueError, match="writer: no BYTES tensor text_input; it has ids"):

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadtest.arrivals import Arrivals, Pattern, read_trace, share
+from loadtest.core.arrivals import Arrivals, Pattern, read_trace, share
 
 RATE = 20.0
 COUNT = 20_000

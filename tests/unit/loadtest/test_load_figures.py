@@ -1,14 +1,15 @@
-"""Records and what they come to: each figure on times given by hand, each outcome by what the stream did."""
+"""Records and figures: each figure from given times, each outcome from a stream's end."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
 import pytest
 
-from loadtest.figures import ClientLoad, Run, Wanted, parse_objectives, render, summarise, warnings
-from loadtest.records import INCOMPLETE, Outcome, Piece, Record, Watch
+from loadtest.core.figures import ClientLoad, Run, Wanted, parse_objectives, render, summarize, warnings
+from loadtest.core.records import INCOMPLETE, Outcome, Piece, Record, Watch
 
 
 def record(**fields: Any) -> Record:
@@ -66,7 +67,7 @@ def test_a_record_survives_a_journey_through_json() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "whole", "given_up", "tokens", "outcome", "told"),
+    ("code", "whole", "given_up", "tokens", "outcome", "named"),
     [
         ("OK", True, False, 1, Outcome.FINISHED, "OK"),
         ("OK", False, False, 1, Outcome.FAILED, INCOMPLETE),
@@ -81,21 +82,21 @@ def test_a_record_survives_a_journey_through_json() -> None:
     ],
 )
 def test_a_stream_ends_in_exactly_one_way(
-    code: str, whole: bool, given_up: bool, tokens: int, outcome: Outcome, told: str
+    code: str, whole: bool, given_up: bool, tokens: int, outcome: Outcome, named: str
 ) -> None:
     watch = Watch(number=3, request_id="r-3", stage="s", intended=0.0, sent=0.1, prompt_tokens=None)
     watch.saw(Piece(0), 0.2)
     watch.saw(Piece(tokens, is_last=whole), 0.3)
     watch.saw(Piece(0), 0.4)
-    watch.is_given_up = given_up
+    watch.is_cancelled = given_up
     ended = watch.over(code, 0.5, "words")
-    assert (ended.outcome, ended.code, ended.detail) == (outcome, told, "words")
+    assert (ended.outcome, ended.code, ended.detail) == (outcome, named, "words")
     assert ended.arrivals == ((0.3,) if tokens else ())
     assert (ended.number, ended.request_id, ended.stage, ended.ended) == (3, "r-3", "s", 0.5)
 
 
 def test_the_report_s_figures_are_those_of_finished_requests() -> None:
-    report = summarise(
+    report = summarize(
         run(
             record(number=0),
             record(number=1, intended=2.0, sent=2.0, arrivals=(3.5, 3.7), counts=(1, 1), ended=4.0),
@@ -134,41 +135,29 @@ def test_the_report_s_figures_are_those_of_finished_requests() -> None:
     json.dumps(report, allow_nan=False)
 
 
-def test_the_figures_have_the_names_that_people_know() -> None:
-    report = summarise(run(record()), Wanted(percentiles=(99.0, 99.9)))
-    known = {"completed", "duration", "request_throughput", "request_goodput", "output_throughput"}
-    known |= {"total_token_throughput", "total_input_tokens", "total_output_tokens"}
-    known |= {
-        f"{name}_{metric}_ms"
-        for metric in ("ttft", "tpot", "itl", "e2el")
-        for name in ("mean", "median", "std", "p99", "p99.9")
-    }
-    assert known <= set(report)
+def test_figures_have_vllms_names() -> None:
+    report = summarize(run(record()), Wanted(percentiles=(99.0, 99.9)))
+    names = itertools.product(("mean", "median", "std", "p99", "p99.9"), ("ttft", "tpot", "itl", "e2el"))
+    assert {f"{name}_{metric}_ms" for name, metric in names} <= set(report)
 
 
-def test_nothing_finished_leaves_figures_open_and_counts_whole() -> None:
-    report = summarise(run(record(outcome=Outcome.FAILED, code="INTERNAL"), seconds=0.0))
-    assert (report["finished"], report["failed"], report["mean_ttft_ms"], report["request_throughput"]) == (
-        0,
-        1,
-        None,
-        None,
-    )
+def test_a_figure_without_requests_is_none() -> None:
+    report = summarize(run(record(outcome=Outcome.FAILED, code="INTERNAL"), seconds=0.0))
+    assert (report["finished"], report["failed"]) == (0, 1)
+    assert (report["mean_ttft_ms"], report["request_throughput"]) == (None, None)
     assert "-" in render(report)
+    unknown = summarize(run(record(), record(prompt_tokens=None)))
+    assert (unknown["total_input_tokens"], unknown["total_token_throughput"]) == (None, None)
 
 
-def test_a_request_that_left_no_record_is_missing_and_said_so() -> None:
-    one = run(record(), offered=3)
-    assert summarise(one)["missing"] == 2
-    assert "2 of 3 requests are missing" in warnings(one)[0]
-    assert "Requests MISSING" in render(summarise(one))
-
-
-def test_a_process_that_never_told_of_its_part_is_warned_of() -> None:
-    one = Run((record(),), 1, 1.0, (), is_open=False, silent=1)
-    assert summarise(one)["silent"] == 1
-    assert "1 of the client's processes never told of their part" in warnings(one)[0]
-    assert "never told" in render(summarise(one))
+def test_missing_requests_and_silent_processes_are_reported() -> None:
+    missing = run(record(), offered=3)
+    assert summarize(missing)["missing"] == 2
+    assert "2 of 3 requests are missing" in warnings(missing)[0]
+    assert "Requests MISSING" in render(summarize(missing))
+    silent = Run((record(),), 1, 1.0, (), is_open=False, silent=1)
+    assert summarize(silent)["silent"] == 1
+    assert "1 of the client's processes never reported" in render(summarize(silent))
 
 
 def test_goodput_counts_requests_that_meet_every_objective() -> None:
@@ -178,9 +167,9 @@ def test_goodput_counts_requests_that_meet_every_objective() -> None:
     lost = record(number=3, outcome=Outcome.FAILED, code="INTERNAL")
     rows = run(good, slow, single, lost)
     for words, count in ((["ttft:500"], 2), (["ttft:500", "tpot:100"], 1), (["ttft:2000"], 3), (["e2el:999"], 0)):
-        goodput = summarise(rows, Wanted(objectives=parse_objectives(words)))["request_goodput"]
+        goodput = summarize(rows, Wanted(objectives=parse_objectives(words)))["request_goodput"]
         assert goodput == pytest.approx(count / 10.0), words
-    assert summarise(rows)["request_goodput"] is None
+    assert summarize(rows)["request_goodput"] is None
 
 
 @pytest.mark.parametrize("word", ["itl:5", "ttft", "ttft:soon", "ttft:0", "tpot:-1"])
@@ -189,14 +178,9 @@ def test_an_objective_that_is_none_is_refused(word: str) -> None:
         parse_objectives([word])
 
 
-def test_prompts_of_unknown_length_leave_their_sum_open() -> None:
-    report = summarise(run(record(), record(prompt_tokens=None)))
-    assert (report["total_input_tokens"], report["total_token_throughput"]) == (None, None)
-
-
 def test_requests_at_once_are_counted_by_overlap() -> None:
     spans = [(0.0, 2.0), (1.0, 3.0), (2.0, 4.0), (5.0, 6.0)]
-    assert summarise(run(*(record(sent=begin, ended=end) for begin, end in spans)))["max_concurrent_requests"] == 2
+    assert summarize(run(*(record(sent=begin, ended=end) for begin, end in spans)))["max_concurrent_requests"] == 2
 
 
 def test_a_busy_client_and_a_late_one_are_doubted_an_idle_one_is_not() -> None:

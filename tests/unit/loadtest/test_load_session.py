@@ -1,4 +1,4 @@
-"""A run in parts: together they send what one process would send, and the book loses nothing and invents nothing."""
+"""Shares of a run together equal a single process's run, and the ledger adds up exactly."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from loadtest.locust_options import add_run_options
-from loadtest.options import LoadOptions, read_options
-from loadtest.records import Outcome
-from loadtest.session import Flight, Ledger, Session, Share
+from loadtest.core.options import LoadOptions, read_options
+from loadtest.core.records import Outcome
+from loadtest.locust.options import add_run_options
+from loadtest.locust.session import Flight, Ledger, Session, Share
 
 
 def load(*words: str) -> LoadOptions:
@@ -76,19 +76,19 @@ def test_a_request_belongs_to_the_stage_in_which_it_was_sent() -> None:
     assert [part.ended(flight, "OK").stage for flight in (before, after)] == ["", "64 tokens"]
 
 
-def test_hosts_agree_on_the_begin_by_the_only_clock_they_have_in_common() -> None:
+def test_the_begin_is_a_time_of_day() -> None:
     part = session(begin=time.time() + 100.0)
     assert part.now() == pytest.approx(-100.0, abs=1.0)
     flight, _ = part.offer(0, due=-100.5)
     assert part.ended(flight, "OK").lateness == pytest.approx(0.5, abs=1.0)
 
 
-def test_giving_up_ends_what_is_sent_and_what_is_just_being_sent() -> None:
+def test_cancelling_ends_requests_that_are_sent_or_about_to_be() -> None:
     cancelled: list[int] = []
     part = session()
     flights = [part.offer(number)[0] for number in range(2)]
     flights[0].sent(lambda: cancelled.append(0))
-    part.give_up()
+    part.cancel()
     assert cancelled == [0]
     flights[1].sent(lambda: cancelled.append(1))
     assert cancelled == [0, 1]
@@ -96,9 +96,9 @@ def test_giving_up_ends_what_is_sent_and_what_is_just_being_sent() -> None:
     assert part.in_flight == 0
 
 
-def told(part: Session) -> Any:
-    """As a message brings it."""
-    return json.loads(json.dumps(part.tell()))
+def sent(part: Session) -> Any:
+    """A report after its journey through JSON."""
+    return json.loads(json.dumps(part.report()))
 
 
 def end(part: Session, flight: Flight) -> None:
@@ -106,25 +106,25 @@ def end(part: Session, flight: Flight) -> None:
     part.ended(flight, "OK")
 
 
-def test_the_ledger_adds_up_what_parts_tell_piece_by_piece() -> None:
+def test_the_ledger_adds_up_partial_reports() -> None:
     ledger = Ledger("run", 2, is_open=True)
     parts = [session(index=index, count=2) for index in range(2)]
     flights = [part.offer(part.take() or 0)[0] for part in parts for _ in range(2)]
     end(parts[0], flights[0])
-    ledger.told(told(parts[0]))
-    ledger.told(told(parts[1]))
+    ledger.add(sent(parts[0]))
+    ledger.add(sent(parts[1]))
     assert (ledger.to_run().offered, len(ledger.to_run().records)) == (4, 1)
     end(parts[0], flights[1])
     end(parts[1], flights[2])
-    ledger.told(told(parts[0]))
-    ledger.told(told(parts[1]))
-    # What was told once is not told again.
-    ledger.told(told(parts[0]))
+    ledger.add(sent(parts[0]))
+    ledger.add(sent(parts[1]))
+    # A record is reported only once.
+    ledger.add(sent(parts[0]))
     run = ledger.to_run()
     assert (run.offered, len(run.records), len(run.clients)) == (4, 3, 2)
 
 
-def test_the_ledger_knows_which_parts_have_sent_all_and_which_have_nothing_in_flight() -> None:
+def test_the_ledger_knows_which_shares_are_exhausted_and_drained() -> None:
     ledger = Ledger("run", 2)
     parts = [session("--requests", "2", index=index, count=2) for index in range(2)]
     assert not ledger.is_exhausted([0])
@@ -132,42 +132,32 @@ def test_the_ledger_knows_which_parts_have_sent_all_and_which_have_nothing_in_fl
         part.offer(part.take() or 0)
     assert parts[0].take() is None
     for part in parts:
-        ledger.told(told(part))
+        ledger.add(sent(part))
     assert ledger.is_exhausted([0])
     assert not ledger.is_exhausted([0, 1])
     assert not ledger.is_drained([0])
     parts[0].is_drained = True
-    ledger.told(told(parts[0]))
-    # What it tells once more, to no end, takes nothing back.
-    ledger.told(told(parts[0]))
+    ledger.add(sent(parts[0]))
+    # A later report without records removes nothing.
+    ledger.add(sent(parts[0]))
     assert ledger.is_drained([0])
     assert not ledger.is_drained([0, 1])
 
 
-def test_what_a_part_of_a_run_before_still_tells_is_not_for_this_book() -> None:
+def test_the_ledger_ignores_reports_of_an_earlier_run() -> None:
     ledger = Ledger("run", 1)
     late = session(run="before")
     end(late, late.offer(0)[0])
-    ledger.told(told(late))
+    ledger.add(sent(late))
     assert (ledger.to_run().offered, ledger.to_run().records) == (0, ())
 
 
-def test_a_part_that_fell_silent_leaves_its_requests_missing() -> None:
-    ledger = Ledger("run", 1)
-    part = session()
-    flights = [part.offer(number)[0] for number in range(3)]
-    end(part, flights[0])
-    ledger.told(told(part))
-    run = ledger.to_run()
-    assert run.offered - len(run.records) == 2
-
-
-def test_a_part_that_never_told_of_itself_is_known_to_be_silent() -> None:
+def test_a_share_that_never_reports_is_silent() -> None:
     ledger = Ledger("run", 2)
     part = session()
     end(part, part.offer(0)[0])
-    ledger.told(told(part))
-    # What the other should have sent nobody knows, so nothing is missing: it must be said in another way.
+    ledger.add(sent(part))
+    # The silent share's requests are unknown, so none counts as missing.
     assert (ledger.to_run().offered - len(ledger.to_run().records), ledger.to_run().silent) == (0, 1)
-    ledger.told(told(session(index=1, count=2)))
+    ledger.add(sent(session(index=1, count=2)))
     assert ledger.to_run().silent == 0

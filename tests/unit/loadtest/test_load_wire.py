@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 
 import pytest
 
-from loadtest.records import IN_STREAM, Piece
-from loadtest.wire import (
+from loadtest.core.records import IN_STREAM, Piece
+from loadtest.core.wire import (
     WORDS,
     Sampling,
     TextModel,
-    marks_its_end,
+    has_final_flag,
     oip_answer,
     oip_piece,
     onward_answer,
@@ -22,7 +21,7 @@ from loadtest.wire import (
     onward_whole_request,
     status_in,
 )
-from loadtest.workload import Prompt
+from loadtest.core.workload import Prompt
 from onward.inference import open_inference_pb2 as oip
 from onward.v1 import generation_pb2 as pb
 from onward.v1 import model_pb2 as models
@@ -115,8 +114,8 @@ def test_a_model_with_sampling_parameters_gets_them_as_text_and_no_others() -> N
     )
     request = TextModel.from_metadata(metadata(*declared)).request(PROMPT, "r", Sampling())
     tensors = {tensor.name: tensor for tensor in request.inputs}
-    told = json.loads(tensors["sampling_parameters"].contents.bytes_contents[0])
-    assert told == {"max_tokens": "7", "temperature": "0.0", "ignore_eos": True}
+    values = json.loads(tensors["sampling_parameters"].contents.bytes_contents[0])
+    assert values == {"max_tokens": "7", "temperature": "0.0", "ignore_eos": True}
     assert list(tensors["exclude_input_in_output"].contents.bool_contents) == [True]
     assert set(request.parameters) == {"triton_enable_empty_final_response"}
 
@@ -201,14 +200,14 @@ def test_our_two_requests_are_one_message_by_two_names() -> None:
 
 def test_the_last_message_is_the_one_that_says_so() -> None:
     message = text(typed=[b"word"])
-    assert (marks_its_end(message), oip_piece(message).is_last) == (False, False)
+    assert (has_final_flag(message), oip_piece(message).is_last) == (False, False)
     message.infer_response.parameters["triton_final_response"].bool_param = False
-    assert (marks_its_end(message), oip_piece(message).is_last) == (True, False)
+    assert (has_final_flag(message), oip_piece(message).is_last) == (True, False)
     message.infer_response.parameters["triton_final_response"].bool_param = True
     assert oip_piece(message).is_last
 
 
-def test_tokens_that_a_server_tells_of_in_its_last_answer_are_taken_from_there() -> None:
+def test_token_counts_of_the_final_answer_are_used() -> None:
     message = text(typed=[b"two words"])
     assert (oip_piece(message).prompt_tokens, oip_piece(message).generated_tokens) == (None, None)
     message.infer_response.parameters["prompt_tokens"].int64_param = 5
@@ -228,20 +227,3 @@ def test_tokens_that_a_server_tells_of_in_its_last_answer_are_taken_from_there()
 def test_an_error_in_a_stream_has_its_own_code_where_it_names_one(error: str, code: str, words: str) -> None:
     assert oip_piece(oip.ModelStreamInferResponse(error_message=error)).error == error
     assert status_in(error) == (code, words)
-
-
-def test_the_protocol_s_names_are_the_protocol_s() -> None:
-    stub = importlib.import_module("onward.inference.open_inference_pb2")
-    service = stub.DESCRIPTOR.services_by_name["GRPCInferenceService"]
-    assert service.full_name == "inference.GRPCInferenceService"
-    assert [method.name for method in service.methods] == [
-        "ServerLive", "ServerReady", "ModelReady", "ServerMetadata", "ModelMetadata", "ModelInfer",
-        "ModelStreamInfer", "RepositoryIndex", "RepositoryModelLoad", "RepositoryModelUnload",
-    ]  # fmt: skip
-    stream = service.methods_by_name["ModelStreamInfer"]
-    assert (stream.client_streaming, stream.server_streaming) == (True, True)
-    fields = {field.name: field.number for field in stub.DESCRIPTOR.message_types_by_name["ModelInferRequest"].fields}
-    assert fields == {
-        "model_name": 1, "model_version": 2, "id": 3, "parameters": 4, "inputs": 5, "outputs": 6,
-        "raw_input_contents": 7,
-    }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Requests by number: their lengths keep their laws, their beginnings are shared as asked, and seeds repeat them."""
+"""Requests by number: distributions of lengths, shared prefixes, seeds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.workload import FIRST_TOKEN_ID, Fixed, Uniform, Workload, parse_lengths
+from loadtest.core.workload import FIRST_TOKEN_ID, Workload, parse_lengths
 
 VOCAB = 1000
 COUNT = 4000
@@ -24,10 +24,6 @@ def workload(prompt: str = "32", answer: str = "8", **fields: object) -> Workloa
 
 def lengths(work: Workload) -> list[int]:
     return [len(work.prompt(number).token_ids) for number in range(COUNT)]
-
-
-def test_fixed_lengths_are_all_alike() -> None:
-    assert {(len(each.token_ids), each.max_tokens) for each in map(workload("32", "8").prompt, range(20))} == {(32, 8)}
 
 
 def test_uniform_lengths_take_every_value_alike() -> None:
@@ -135,8 +131,8 @@ def test_as_many_clients_as_asked_give_up() -> None:
 def test_fields_that_do_not_fit_are_all_named() -> None:
     with pytest.raises(ValueError, match=r"vocab_size: 4 .*; prefix_tokens: -1 .*; prefix_share: 2 .*cancel_after"):
         Workload(
-            prompt_tokens=Fixed(1),
-            max_tokens=Uniform(1, 2),
+            prompt_tokens=parse_lengths("1", ""),
+            max_tokens=parse_lengths("1", ""),
             vocab_size=4,
             prefix_tokens=-1,
             prefix_share=2,

@@ -1,14 +1,14 @@
-"""Times against lengths: which power of the length they grow with, and how sure that is.
+"""Polynomial fits of time against length, with confidence intervals and objections to a claimed degree.
 
-A law of degree d says seconds(n) = k₀ + k₁n + … + k_d·n^d with k ≥ 0, the last of them no accident. `examine` fits that
-to samples and looks for what speaks against it. Pure arithmetic: knows nothing of servers, models or pictures.
+A claim of degree d is seconds(n) = k₀ + k₁n + … + k_d·n^d with k ≥ 0 and a significant k_d. `examine` fits it to
+samples and collects objections. Pure arithmetic.
 
-* What is fitted are the medians of each length, by non-negative least squares over relative deviations (weight 1 /
-  median), so that a stray sample moves nothing and the shortest length counts as much as the longest.
-* Intervals are 95 % percentile intervals of a case bootstrap: samples are drawn anew, with replacement, within each
-  length, and everything is fitted again.
-* Degrees are compared by BIC = J·ln(RSS / J) + k·ln J for J lengths and k coefficients. The likelihood behind it:
-  relative deviations of the medians from the curve are independent and normal, of one unknown variance.
+* The medians of each length are fitted by non-negative least squares over relative deviations (weight 1 / median), so
+  that outliers have no influence and the shortest length counts as much as the longest.
+* Intervals are 95 % percentile intervals of a case bootstrap: samples are redrawn with replacement within each length,
+  and medians and fit are computed again.
+* Degrees are compared by BIC = J·ln(RSS / J) + k·ln J for J lengths and k coefficients. Its likelihood assumes that
+  relative deviations of the medians are independent and normal, of one unknown variance.
 
 Sources: Lawson and Hanson, "Solving Least Squares Problems" (1974), chapter 23; Efron and Tibshirani, "An Introduction
 to the Bootstrap" (1993), chapters 9 and 13; Schwarz, "Estimating the Dimension of a Model" (1978); Kass and Raftery,
@@ -26,32 +26,32 @@ import numpy.typing as npt
 from scipy.optimize import nnls
 
 Samples: TypeAlias = Sequence[tuple[float, float]]
-"""Pairs of a length and the seconds it took, in the order in which they were taken."""
+"""Pairs of length and seconds, in the order of measurement."""
 
 Array: TypeAlias = npt.NDArray[np.float64]
 
 CONFIDENCE = 0.95
 DECISIVE_BIC = 10.0
-"""From this difference on the evidence counts as very strong."""
+"""A larger difference is very strong evidence."""
 LEADING_SHARE = 1 / 3
-"""A law's leading term is at least this share of the time at the longest length: less is no law yet."""
+"""The smallest share of the time at the longest length for a claim's leading term."""
 TOLERANCE = 0.10
-"""A law is not refuted by a term of a higher degree below this share of the time at the longest length, nor by a fit
-without that length that misses it by less: unless a claim has a tolerance of its own."""
+"""Default tolerance: the share of the time at the longest length below which a term of the next degree is ignored, and
+the error at that length that a fit without it may have."""
 MAX_MISFIT = 0.25
-"""A curve that misses the median of any length by more than this share is not the law, however it compares."""
+"""The largest relative error of the curve at any median."""
 MAX_DEGREE = 3
-"""The highest degree that is fitted: one above the law of attention."""
+"""The highest fitted degree: one above quadratic."""
 
 _ENDS = (round((1.0 - CONFIDENCE) / 2.0, 9), round((1.0 + CONFIDENCE) / 2.0, 9))
 _NAMES = ("constant", "linear", "quadratic", "cubic")
-# Deviations below a millionth are the arithmetic's, not the data's.
+# Relative deviations below a millionth are rounding errors.
 _LEAST_VARIANCE = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Where a value lies with `CONFIDENCE`; the upper end may be infinite."""
+    """A `CONFIDENCE` interval; its upper end may be infinite."""
 
     low: float
     high: float
@@ -59,13 +59,13 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Medians:
-    """What the samples come to: `[J]` lengths, ascending, and `[J]` seconds."""
+    """Median seconds `[J]` by ascending length `[J]`."""
 
     lengths: Array
     seconds: Array
 
     def without_longest(self) -> Medians:
-        """The same but for its last length."""
+        """All but the longest length."""
         return Medians(self.lengths[:-1], self.seconds[:-1])
 
 
@@ -81,7 +81,7 @@ class Curve:
         return seconds
 
     def term_at(self, degree: int, lengths: npt.ArrayLike) -> Array:
-        """Seconds that one term contributes at each length."""
+        """Seconds of one term at each length."""
         return self.coefficients[degree] * np.asarray(lengths, float) ** degree
 
     def local_slope_at(self, lengths: npt.ArrayLike) -> Array:
@@ -92,18 +92,17 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Bootstrap:
-    """Everything fitted again `draws` times: `[draws, J]` medians, `[draws, degree + 1]` coefficients."""
+    """Refits: medians `[draws, J]`, coefficients `[draws, degree + 1]`."""
 
-    lengths: Array
     medians: Array
     coefficients: Array
 
     def interval(self, degree: int) -> Interval:
-        """Of one coefficient."""
+        """The interval of one coefficient."""
         return interval(self.coefficients[:, degree])
 
     def band(self, lengths: npt.ArrayLike) -> tuple[Array, Array]:
-        """Between which seconds the curve runs at each length."""
+        """The curve's interval at each length."""
         powers = np.polynomial.polynomial.polyvander(np.asarray(lengths, float), self.coefficients.shape[1] - 1)
         low, high = np.quantile(self.coefficients @ powers.T, _ENDS, axis=0)
         return low, high
@@ -111,7 +110,7 @@ class Bootstrap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalSlopes:
-    """Measured local exponents, one between each length and the next, at their geometric means; all `[J - 1]`."""
+    """Measured local exponents between adjacent lengths, at their geometric means; all `[J - 1]`."""
 
     lengths: Array
     slopes: Array
@@ -121,13 +120,12 @@ class LocalSlopes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examination:
-    """What samples say of the law that their time grows with the length to the power of `degree`.
+    """Evidence on the claim that time grows with the length to the power of `degree`.
 
-    `crossover` is where the leading term overtakes the one below it (n* = b/c for degree 2), infinite where there is no
-    leading term. `bic` is indexed by degree. `leading_share` is the leading term's part of the time at the longest
-    length, `next_share` that of a term one degree higher where that is fitted too. `misfit` is by how much, relatively,
-    the curve misses the median that it misses most, `extrapolation_error` by how much the fit without the longest
-    length misses that. The law holds where there are no `objections`.
+    `crossover` is the length at which the leading term equals the one below it (n* = b/c for degree 2), infinite
+    without a leading term. `bic` is indexed by degree. `leading_share` is the leading term's share of the time at the
+    longest length, `next_share` that of a fitted term one degree higher. `misfit` is the largest relative error at a
+    median, `extrapolation_error` that of the fit without the longest length at that length.
     """
 
     degree: int
@@ -146,7 +144,7 @@ class Examination:
 
     @property
     def holds(self) -> bool:
-        """Whether nothing speaks against the law."""
+        """Whether there are no objections."""
         return not self.objections
 
     @property
@@ -160,7 +158,7 @@ class Examination:
         return float(self.curve.local_slope_at(self.longest))
 
     def deviations(self, samples: Samples) -> Array:
-        """By how much each sample lies off the curve, relatively, `[samples]`."""
+        """Relative deviation of each sample from the curve, `[samples]`."""
         lengths, seconds = np.array(samples, float).T
         deviations: Array = seconds / self.curve.at(lengths) - 1.0
         return deviations
@@ -175,18 +173,18 @@ def examine(
     tolerance: float = TOLERANCE,
     reach: float = 0.0,
 ) -> Examination:
-    """Fits a law of some degree, 1 or 2, to samples and says what speaks against it.
+    """Fits a polynomial of degree 1 or 2 to samples and collects the objections to it.
 
     Args:
-        samples: of at least five lengths, several for each, all seconds above zero.
-        degree: the law's.
-        draws: how often the bootstrap fits again.
-        seed: of the bootstrap's draws.
+        samples: several for each of at least five lengths, all seconds above zero.
+        degree: the claimed degree.
+        draws: size of the bootstrap.
+        seed: of the bootstrap.
         tolerance: see `TOLERANCE`.
-        reach: how many crossovers long the longest length must be; 0 where its share of the time is enough.
+        reach: the longest length must be at least this many crossovers.
 
     Raises:
-        ValueError: when the samples or the degree are not what they must be.
+        ValueError: if the samples or the degree are invalid.
     """
     if not 1 <= degree < MAX_DEGREE:
         raise ValueError(f"degree is {degree}, must be from 1 to {MAX_DEGREE - 1}")
@@ -220,14 +218,14 @@ def medians_of(samples: Samples) -> Medians:
     """The median of each length.
 
     Raises:
-        ValueError: when there are no samples, or one is not above zero.
+        ValueError: if there are no samples, or one is not above zero.
     """
     groups = _by_length(samples)
     return Medians(np.array(list(groups)), np.array([np.median(each) for each in groups.values()]))
 
 
 def fit(medians: Medians, degree: int) -> Curve:
-    """The polynomial without negative coefficients that comes nearest, in the sum of squared relative deviations."""
+    """The least-squares polynomial in relative deviations, without negative coefficients."""
     scale = medians.lengths[-1]
     powers = np.polynomial.polynomial.polyvander(medians.lengths / scale, degree)
     found, _ = nnls(powers / medians.seconds[:, np.newaxis], np.ones(len(medians.seconds)))
@@ -235,9 +233,9 @@ def fit(medians: Medians, degree: int) -> Curve:
 
 
 def bic(medians: Medians, degree: int) -> float:
-    """The Bayesian information criterion of the fit of a degree; only differences mean something, and less is better.
+    """The Bayesian information criterion of a degree's fit; lower is better, and only differences are meaningful.
 
-    Every coefficient counts, also one that the fit set to zero: so a higher degree never wins by doing nothing.
+    Zero coefficients count too, so a higher degree never wins without improving the fit.
     """
     deviations = fit(medians, degree).at(medians.lengths) / medians.seconds - 1.0
     variance = max(float(np.mean(deviations**2)), _LEAST_VARIANCE)
@@ -246,7 +244,7 @@ def bic(medians: Medians, degree: int) -> float:
 
 
 def resample(samples: Samples, degree: int, draws: int, rng: np.random.Generator) -> Bootstrap:
-    """The case bootstrap: within each length as many samples as there are, with replacement; then medians and fit."""
+    """The case bootstrap: resamples within each length with replacement, then computes medians and fit."""
     groups = _by_length(samples)
     lengths = np.array(list(groups))
     columns = [
@@ -254,11 +252,11 @@ def resample(samples: Samples, degree: int, draws: int, rng: np.random.Generator
     ]
     medians = np.column_stack(columns)
     coefficients = np.array([fit(Medians(lengths, each), degree).coefficients for each in medians])
-    return Bootstrap(lengths, medians, coefficients)
+    return Bootstrap(medians, coefficients)
 
 
 def local_slopes(found: Examination) -> LocalSlopes:
-    """The local exponents as measured, with intervals: no model of the curve enters."""
+    """Measured local exponents with intervals, independent of any fitted curve."""
     steps = np.diff(np.log(found.medians.lengths))
     low, high = np.quantile(np.diff(np.log(found.bootstrap.medians), axis=1) / steps, _ENDS, axis=0)
     return LocalSlopes(
@@ -270,8 +268,8 @@ def local_slopes(found: Examination) -> LocalSlopes:
 
 
 def interval(values: Array) -> Interval:
-    """The percentile interval of a bootstrap's draws, which may be infinite."""
-    # Between two infinite draws NumPy interpolates to nan.
+    """The percentile interval of bootstrap draws, which may be infinite."""
+    # Interpolating between infinite draws would give nan.
     low, high = np.quantile(values, _ENDS, method="inverted_cdf")
     return Interval(float(low), float(high))
 
@@ -316,7 +314,7 @@ def _by_length(samples: Samples) -> dict[float, list[float]]:
 
 
 def _ratio(below: npt.ArrayLike, leading: npt.ArrayLike) -> Array:
-    """Where two terms are equal; infinite where there is no leading one."""
+    """The length at which two terms are equal; infinite without a leading term."""
     numerator, denominator = np.asarray(below, float), np.asarray(leading, float)
     infinite = np.full(np.broadcast(numerator, denominator).shape, np.inf)
     ratio: Array = np.divide(numerator, denominator, out=infinite, where=denominator > 0.0)

@@ -1,8 +1,7 @@
-"""What a run's records come to: throughput, latencies, goodput, and an account in which every request stands.
+"""Figures of a run: throughput, latencies, goodput, and the number of requests by outcome.
 
-The fields have the names and meanings of vLLM's `bench serve` where both have them: milliseconds, over finished
-requests alone, percentiles linear between values. Beside them stand the offered requests and how each ended. Knows
-records; nothing of how they came about.
+Fields that vLLM's `bench serve` has too have its names and meanings: milliseconds, over finished requests only, with
+linearly interpolated percentiles.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from loadtest.records import Outcome, Record
+from loadtest.core.records import Outcome, Record
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
-"""Time to the first token, per further token, between messages, to the end."""
+"""Time to first token, time per output token, inter-token latency, end-to-end latency."""
 SLO_METRICS = ("ttft", "tpot", "e2el")
 _NAMES = {
     "ttft": "Time to first token",
@@ -33,7 +32,7 @@ _LATE_SHARE = 0.05
 
 @dataclass(frozen=True, slots=True)
 class ClientLoad:
-    """What the client itself spent, in shares of a core: by all its threads, and by the one that reads the streams."""
+    """Processor time of one client process, in shares of a core: all threads, and the thread that reads the streams."""
 
     cpu_share: float
     reader_share: float
@@ -41,15 +40,15 @@ class ClientLoad:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run that is over.
+    """A finished run.
 
     Args:
         records: every request that ended, in any order.
-        offered: how many were to be sent by the time the run was over, counted where they were due.
-        seconds: from its begin to the end of the last stream.
-        clients: what each process of the client spent.
-        is_open: whether requests came by a schedule, so that they could be late.
-        silent: how many processes of the client had a part and never told of it: what they should have sent is unknown.
+        offered: the number of requests that were due before the end.
+        seconds: from the begin to the end of the last stream.
+        clients: load of each client process.
+        is_open: whether a schedule determined the sending times, so that requests could be late.
+        silent: client processes that never reported; their requests are unknown.
     """
 
     records: Sequence[Record]
@@ -62,7 +61,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What to report: metrics, their percentiles, and the objectives in milliseconds that make a request good."""
+    """The metrics and percentiles to report, and the objectives in milliseconds that goodput requires."""
 
     metrics: tuple[str, ...] = METRICS
     percentiles: tuple[float, ...] = (99.0,)
@@ -70,7 +69,7 @@ class Wanted:
 
 
 def parse_objectives(words: Iterable[str]) -> dict[str, float]:
-    """Objectives as vLLM writes them, `ttft:500 tpot:50`, in milliseconds.
+    """Parses objectives in vLLM's notation, `ttft:500 tpot:50`, in milliseconds.
 
     Raises:
         ValueError: naming the word.
@@ -90,8 +89,8 @@ def parse_objectives(words: Iterable[str]) -> dict[str, float]:
     return objectives
 
 
-def summarise(run: Run, wanted: Wanted = Wanted()) -> dict[str, Any]:
-    """The report, as plain values for JSON; a figure that no request gives is None."""
+def summarize(run: Run, wanted: Wanted = Wanted()) -> dict[str, Any]:
+    """The report as plain values for JSON; a figure without requests is None."""
     finished = [record for record in run.records if record.outcome is Outcome.FINISHED]
     counts = Counter(record.outcome for record in run.records)
     output_tokens = sum(record.generated_tokens for record in finished)
@@ -129,31 +128,31 @@ def summarise(run: Run, wanted: Wanted = Wanted()) -> dict[str, Any]:
 
 
 def warnings(run: Run) -> list[str]:
-    """Reasons to doubt that the figures are the server's."""
-    told = []
+    """Reasons to doubt the figures."""
+    found = []
     if missing := run.offered - len(run.records):
-        told.append(f"{missing} of {run.offered} requests are missing: a process of the client died or lost its link")
+        found.append(f"{missing} of {run.offered} requests are missing: a process of the client died or lost its link")
     if run.silent:
-        told.append(f"{run.silent} of the client's processes never told of their part: their log says why")
+        found.append(f"{run.silent} of the client's processes never reported: see their logs")
     for number, client in enumerate(run.clients):
         if client.reader_share > _BUSY_SHARE:
-            told.append(
+            found.append(
                 f"client process {number} spent {client.reader_share:.0%} of a core on reading streams: "
-                "latencies are its own as much as the server's; use more processes"
+                "it adds to the latencies; use more processes"
             )
     if run.is_open and run.records:
         late = float(np.percentile([record.lateness for record in run.records], 99.0))
         firsts = [record.first_token_seconds for record in run.records if record.first_token_seconds is not None]
         if firsts and late > _LATE_SHARE * (typical := statistics.median(firsts)):
-            told.append(
+            found.append(
                 f"one request in a hundred was sent {1e3 * late:.1f} ms late or more, against {1e3 * typical:.1f} ms "
-                "to a first token: the client is a part of what it measures"
+                "to a first token: the client adds to the latencies"
             )
-    return told
+    return found
 
 
 def _good(finished: Sequence[Record], objectives: Mapping[str, float]) -> int:
-    """How many meet every objective; what a request has not, as one token has no time per further one, it meets."""
+    """The number of requests that meet every objective; a metric that a request lacks counts as met."""
     return sum(
         all(
             1e3 * value <= limit  #
@@ -186,7 +185,7 @@ def _sum_known(values: Iterable[int | None]) -> int | None:
 
 
 def _describe(values: Sequence[float], metric: str, percentiles: Sequence[float]) -> dict[str, float | None]:
-    """Mean, median, deviation and percentiles of milliseconds, under vLLM's names."""
+    """Mean, median, standard deviation and percentiles, under vLLM's names."""
     names = [f"p{percentile:g}" for percentile in percentiles]
     if not values:
         return {f"{name}_{metric}_ms": None for name in ("mean", "median", "std", *names)}
@@ -197,8 +196,8 @@ def _describe(values: Sequence[float], metric: str, percentiles: Sequence[float]
 
 
 def _most_at_once(records: Sequence[Record]) -> int:
-    """The largest number of requests that were under way together."""
-    # At one moment, an end comes before a begin.
+    """The largest number of requests in flight at once."""
+    # At equal times, ends sort before begins.
     steps = sorted([(record.sent, 1) for record in records] + [(record.ended, -1) for record in records])
     most = now = 0
     for _, step in steps:
@@ -208,7 +207,7 @@ def _most_at_once(records: Sequence[Record]) -> int:
 
 
 def render(report: Mapping[str, Any], wanted: Wanted = Wanted()) -> str:
-    """The report for people."""
+    """The report as a text table."""
     rows: list[tuple[str, str]] = [("Duration (s)", _number(report["duration"]))]
     rows += [(f"Requests {name}", str(report[name])) for name in ("offered", *(each.value for each in Outcome))]
     if report["missing"]:

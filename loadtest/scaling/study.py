@@ -1,23 +1,20 @@
-"""The scaling study: which questions are asked of which servers, in which order, and what is noted down.
+"""Takes the samples of the scaling study: which servers, which requests, in which order.
 
-Models with random weights are made and exported by the project's own commands, and measured as black boxes, each by a
-server process of its own on the machine's loopback, at batch 1, one request at a time:
+The project's own commands make and export models with random weights. Each is served by its own process on loopback,
+at batch 1, one request at a time:
 
-    whole      `--prefill-chunk` as long as the context: a prompt is one run of the graph. Prefill and decoding; and the
-               same without a cache, for which the text so far is sent as a new prompt for every token. No prompt fills
-               such a chunk, and nothing but whole chunks is kept: so nothing is at hand for any other prompt either
-    chunked    the server's default; a stream of one token each, which tells the client's time to first token too, and
-               the same again by one user of Locust's
-    source     an encoder-decoder of the same sizes: encoding, and decoding on long sources. Each source is sent twice,
-               for one token and for many: what the server keeps of it is copied before the second, not amid its tokens
+    whole      `--prefill-chunk` as long as the context, so that a prompt is one run of the graph. Prefill and decode;
+               and decode without a cache, where every token sends the text so far as a new prompt. Only whole chunks
+               are cached and no prompt fills this one, so nothing is cached
+    chunked    the server's default. One-token streams, which also give the client's time to first token; the same
+               again with one user of Locust
+    source     an encoder-decoder of the same sizes: encoding, and decode on long sources. Each source is sent twice,
+               for one token and for many, so that copying the encoder's cached output does not count as decode
     memory     the first two again, a fresh process for each length
 
-Beside them a recurrent model of the same size (`training.recurrence`), which reads in chunks too, and a whole text in
-one run. Every prompt is random and new, and an answer that found anything of it at hand is an error. Each repeat takes
-all lengths once, in an order of its own, so that a machine that drifts does not look like a slope; one pass goes first
-and does not count.
-
-Knows what a series of samples means, not what they come to: that is `loadtest.scaling`'s.
+A recurrent model of the same size (`benchmarks.training.recurrence`) reads texts in chunks and in one run. Every prompt
+is random and new; a cache hit is an error. Each repeat takes all lengths once in a new order, so that drift of the
+machine does not look like a slope. A warm-up pass goes first.
 """
 
 from __future__ import annotations
@@ -38,40 +35,37 @@ from pathlib import Path
 from typing import Any
 
 from loadtest.child import run_module
-from loadtest.probe import Answer, Probe, probing
+from loadtest.scaling.probe import Answer, Probe, probing
 from loadtest.serving import Server, serving
 from model.spec.config import Architecture, ModelConfig
 
 NUM_SPECIAL = 4
-"""Ids below are control tokens: prompts have none."""
+"""Prompts have no lower ids: those are control tokens."""
 _QUIET = ("--log-level", "warning")
-# Every product by the same provider, on whatever machine; and no prompt before the first that is asked for, or a fresh
-# process would already have taken what the longest takes.
+# The same provider on every machine; and no calibration, which would already use the memory of the longest prompt.
 _PLAIN = ("--prefill-provider", "cpu", "--no-calibrate")
 _KV_USAGE = re.compile(r"^onward_kv_cache_usage_ratio\{[^}]*\} (\S+)$", re.MULTILINE)
-# Tokens of a prompt whose answer is not waited for, and how often its server's metrics are asked for.
+# Prompt tokens of a held request, and the most attempts to read the metrics during one.
 _NUM_HELD, _MOST_SCRAPES = 16, 20
-# Locust draws lengths by itself: with so many draws for each in the mean, none is left out.
+# Locust draws lengths at random: with so many draws per length on average, none is left out.
 _LEAST_DRAWS = 10
-_LOCUSTFILE = Path(__file__).with_name("locustfile.py")
+_LOCUSTFILE = Path(__file__).parent.with_name("locustfile.py")
 # Sources are padded to multiples of this.
 _SOURCE_PADDING = 16
-# Rows of keys and values in the encoder-decoder's server: one to work in, and as much again for what is kept.
+# KV rows of the encoder-decoder's server: one active, one for the cached source.
 _SOURCE_ROWS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """What is measured. Lengths are in tokens.
+class StudySettings:
+    """StudySettings of the measurement; lengths are in tokens.
 
-    Lengths are geometric, from `shortest` as far as the context goes. `new` tokens are generated where decoding is
-    measured, `new_without_cache` where every one of them costs a prefill. `overrides` are the preset's, as `key=value`:
-    its weights know nothing of the context, and five times n* needs more of it than the preset has; and all its queries
-    share one head of keys and values, so that those of the longest context (8 MiB) stay in a processor's last cache:
-    where they leave it a token costs more, and what is straight bends at a place that is the machine's. Before each
-    sample goes a prompt as long, but not longer than `settle`, which does not count; 0 leaves it out. Sources stay
-    within `source_context`, which saves time. `threads` leave one processor to the rest of the server and to the
-    client: what they take from a graph that has all of them is noise.
+    Lengths are geometric, from `shortest` to the context. Decode generates `new` tokens, decode without a cache
+    `new_without_cache`. `overrides` change the preset, as `key=value`: five times n* needs a longer context, and one KV
+    head for all queries keeps the keys and values of the longest context (8 MiB) in the last-level cache; beyond it a
+    token costs more, and the straight line bends at a length that depends on the machine. An uncounted prompt as long,
+    but not longer than `settle`, precedes each sample; 0 omits it. Sources are at most `source_context` long, to save
+    time. `threads` leave one processor to the rest of the server and to the client, whose work would add noise.
     """
 
     preset: str = "law"
@@ -93,24 +87,24 @@ SERIES: Mapping[str, str] = {
     "prefill": "seconds of a whole prompt's prefill, by the server",
     "prefill_chunked": "the same in chunks",
     "end_to_end": "seconds to the first token, by the client's clock, of the same requests in chunks",
-    "locust": "seconds to the first token as Locust's user sees them, one user, in chunks",
+    "locust": "seconds to the first token, by Locust's clock, one user, in chunks",
     "decode": "seconds between two tokens, by the server, at this mean context",
     "no_cache": "seconds for a token without a cache, by the server, at this mean context",
     "encoder": "seconds of a source's encoding and a first token, by the server",
     "cross_attention": "seconds between two tokens on a source of this length, by the server",
-    "gru": "seconds of a recurrent model of the same size in ONNX Runtime, which reads in chunks",
-    "gru_whole": "the same, which reads a text in one run of its graph",
-    "memory_whole": "bytes resident at most in a fresh server after one whole prompt",
+    "gru": "seconds of a recurrent model of the same size in ONNX Runtime, in chunks",
+    "gru_whole": "the same in one run of its graph",
+    "memory_whole": "peak resident bytes of a fresh server after one whole prompt",
     "memory_chunked": "the same in chunks",
     "memory_source": "the same in an encoder-decoder's server after one source",
-    "kv": "bytes of keys and values that the server says are spoken for while it answers",
+    "kv": "bytes of keys and values in use, by the server's metrics, during a request",
 }
-"""What each series holds: pairs of a length and this."""
+"""The values of each series; a sample is a pair of length and value."""
 
 
 @dataclass(slots=True)
 class Found:
-    """What was noted down: samples by series, facts by name."""
+    """Samples by series, facts by name."""
 
     series: dict[str, list[tuple[float, float]]] = field(default_factory=lambda: {name: [] for name in SERIES})
     facts: dict[str, Any] = field(default_factory=dict)
@@ -119,16 +113,11 @@ class Found:
 Say = Callable[[str], None]
 
 
-def carry_out(settings: Settings, build: Path, say: Say) -> Found:
-    """Measures everything.
-
-    Args:
-        settings: what.
-        build: where models are made, replacing those of the last time.
-        say: told how far it is.
+def carry_out(settings: StudySettings, build: Path, say: Say) -> Found:
+    """Takes all samples; replaces the models in `build`, and reports progress to `say`.
 
     Raises:
-        RuntimeError: when a model cannot be made, or a server does not answer as it must.
+        RuntimeError: if a model cannot be made, or a server gives a wrong answer.
     """
     study = _Study(settings, build, say)
     study.measure_decoder()
@@ -140,7 +129,7 @@ def carry_out(settings: Settings, build: Path, say: Say) -> Found:
 
 
 def geometric(shortest: int, longest: int, multiple: int, count: int) -> list[int]:
-    """Multiples, ascending, no two the same, as nearly geometric as that allows, the last at most `longest`."""
+    """Distinct ascending multiples, nearly geometric, up to `longest`."""
     ratio = (longest / shortest) ** (1 / max(1, count - 1))
     wanted = [longest / ratio**step for step in reversed(range(count))]
     chosen: list[int] = []
@@ -152,7 +141,7 @@ def geometric(shortest: int, longest: int, multiple: int, count: int) -> list[in
 
 
 def passes(lengths: Sequence[int], repeats: int, source: random.Random) -> Iterator[int]:
-    """All lengths once in each repeat, each time in another order."""
+    """All lengths once in each repeat, in a new order each time."""
     for _ in range(repeats):
         yield from source.sample(lengths, len(lengths))
 
@@ -160,7 +149,7 @@ def passes(lengths: Sequence[int], repeats: int, source: random.Random) -> Itera
 class _Study:
     """One run of the study."""
 
-    def __init__(self, settings: Settings, build: Path, say: Say) -> None:
+    def __init__(self, settings: StudySettings, build: Path, say: Say) -> None:
         self._settings = settings
         self._build = build
         self._say = say
@@ -171,7 +160,7 @@ class _Study:
         self.found.facts["config"] = self._config.to_dict()
 
     def measure_decoder(self) -> None:
-        """Prefill of whole prompts, decoding with and without a cache."""
+        """Prefill of whole prompts, decode with and without a cache."""
         settings, series = self._settings, self.found.series
         same_tokens = asked_tokens = 0
         with self._serving("decoder", self._config.context) as (_, probe):
@@ -196,7 +185,7 @@ class _Study:
         self.found.facts["same_tokens_without_cache"] = [same_tokens, asked_tokens]
 
     def measure_chunks(self) -> None:
-        """Prefill in chunks, and what a client sees of it."""
+        """Prefill in chunks, and the client's time to first token."""
         settings, series = self._settings, self.found.series
         with self._serving("decoder", settings.chunk) as (server, probe):
             lengths = self._warm_up(probe, self._config.context - 2, settings.chunk)
@@ -208,10 +197,10 @@ class _Study:
             series["locust"] += self._ask_by_locust(server, lengths)
 
     def _ask_by_locust(self, server: Server, lengths: Sequence[int]) -> list[tuple[float, float]]:
-        """The first tokens that one user of Locust gets, who asks for as many prompts, of lengths that Locust draws.
+        """Times to first token of one user of Locust, with about as many prompts of the same lengths.
 
         Raises:
-            RuntimeError: when Locust fails, or a request of its.
+            RuntimeError: if Locust or one of its requests fails.
         """
         settings = self._settings
         count = max(settings.repeats, _LEAST_DRAWS) * len(lengths)
@@ -230,7 +219,7 @@ class _Study:
         return [(float(each["prompt_tokens"]), each["arrivals"][0] - each["intended"]) for each in requests]
 
     def measure_source(self) -> None:
-        """Encoding, and decoding that attends to a long source."""
+        """Encoding, and decode on long sources."""
         settings, series = self._settings, self.found.series
         recipe = self._build / "encoder-decoder.json"
         recipe.write_text(json.dumps({"model": self._with_encoder()}), encoding="utf-8")
@@ -244,7 +233,7 @@ class _Study:
                 series["cross_attention"].append((length, probe.ask(source, settings.new).per_token))
 
     def _with_encoder(self) -> dict[str, Any]:
-        """The same sizes as an encoder-decoder: long sources, short outputs."""
+        """An encoder-decoder of the same sizes: long sources, short outputs."""
         config, settings = self._config, self._settings
         return {
             **config.to_dict(),
@@ -269,7 +258,7 @@ class _Study:
                     self.found.series[name].append((length, ask(self._draw(length))))
 
     def measure_memory(self) -> None:
-        """What a prompt costs in memory, a fresh server for each length."""
+        """Memory of one prompt, with a fresh server for each length."""
         settings, series, context = self._settings, self.found.series, self._config.context
         longest = context - 2
         for number, length in enumerate(geometric(longest // 8, longest, 1, settings.num_memory_lengths), start=1):
@@ -292,17 +281,15 @@ class _Study:
                     series["memory_source"].append((length, peak))
 
     def _note_start(self, name: str, server: Server) -> None:
-        """Before it is asked anything a server has proven its model, and taken memory for that."""
+        """Notes the peak before any request: the parity check at start takes memory."""
         if (peak := server.peak_bytes()) is not None:
             self.found.facts.setdefault("start_bytes", {})[name] = peak
 
     def _kv_usage(self, server: Server, probe: Probe, length: int) -> float:
-        """The share of its K/V memory that the server says is spoken for by a request of so many tokens in all.
-
-        Most of them are to be generated, so that the request is under way for a while.
+        """The KV-cache usage ratio during a request of `length` tokens, most of them generated so that it lasts.
 
         Raises:
-            RuntimeError: when it never says so while it is.
+            RuntimeError: if every request ends before the metrics show it.
         """
         num_prompt = min(_NUM_HELD, length // 2)
         for _ in range(_MOST_SCRAPES):
@@ -321,7 +308,7 @@ class _Study:
             yield server, probe
 
     def _warm_up(self, probe: Probe, limit: int, multiple: int) -> list[int]:
-        """The lengths for a server, each asked for once."""
+        """The lengths for a server; sends each once."""
         lengths = geometric(max(multiple, self._settings.shortest), limit, multiple, self._settings.num_lengths)
         for length in lengths:
             _fresh(probe.ask(self._draw(length), 1))
@@ -335,31 +322,31 @@ class _Study:
             yield length
 
     def _settle(self, probe: Probe, length: int) -> None:
-        """Has caches and threads find what a sequence of requests finds, not what another length has left behind."""
+        """Sends an uncounted prompt: the sample finds the processor's caches as in a sequence of equal requests."""
         if self._settings.settle:
             probe.ask(self._draw(min(length, self._settings.settle)), 1)
 
     def _draw(self, length: int) -> list[int]:
-        """A prompt that nobody has seen before."""
+        """A new random prompt."""
         return self._random.choices(range(NUM_SPECIAL, self._config.vocab_size), k=length)
 
 
 def _fresh(answer: Answer) -> Answer:
-    """An answer that was computed from its first token on.
+    """Checks that an answer had no cache hit.
 
     Raises:
-        RuntimeError: when part of it was at hand.
+        RuntimeError: if it had one.
     """
     if answer.cached_tokens:
-        raise RuntimeError(f"{answer.cached_tokens} tokens of a new prompt were at hand: it was no new prompt")
+        raise RuntimeError(f"{answer.cached_tokens} tokens of a new prompt were cached")
     return answer
 
 
 def _make_artifact(folder: Path, recipe: str, overrides: Sequence[str], say: Say) -> ModelConfig:
-    """Makes `folder/models/model` anew: random weights, exported and proven.
+    """Makes `folder/models/model`: random weights, exported and verified.
 
     Raises:
-        RuntimeError: with what the command that failed said last.
+        RuntimeError: if a command fails, with the end of its stderr.
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -374,17 +361,17 @@ def _make_artifact(folder: Path, recipe: str, overrides: Sequence[str], say: Say
 
 @contextmanager
 def _recurrence(
-    config: ModelConfig, settings: Settings, chunk: int
+    config: ModelConfig, settings: StudySettings, chunk: int
 ) -> Iterator[tuple[dict[str, Any], Callable[[Sequence[int]], float]]]:
-    """A child that times a recurrent model of a transformer's size, so many tokens a run: what it is, how to ask it."""
+    """Starts a child that times a recurrent model of the transformer's size; yields its facts and a timer of texts."""
     command = [sys.executable, "-m", "benchmarks.training.recurrence", "--config", json.dumps(config.to_dict())]
     command += ["--threads", str(settings.threads), "--chunk", str(chunk), "--seed", str(settings.seed)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:  # noqa: S603
         asked, answers = child.stdin, child.stdout
-        assert asked is not None  # noqa: S101 (PIPE was asked for; this tells the type checker)
+        assert asked is not None  # noqa: S101 (both are pipes; for the type checker)
         assert answers is not None  # noqa: S101
 
-        def hear() -> Any:
+        def read() -> Any:
             line = answers.readline()
             if not line:
                 raise RuntimeError(f"the recurrent model's process ended, exit code {child.wait()}")
@@ -393,16 +380,16 @@ def _recurrence(
         def ask(token_ids: Sequence[int]) -> float:
             asked.write(json.dumps(token_ids) + "\n")
             asked.flush()
-            return float(hear())
+            return float(read())
 
-        yield hear(), ask
+        yield read(), ask
 
 
 def _kv_usage(server: Server) -> float:
-    """The share of its K/V memory that a server says is spoken for."""
+    """A server's KV-cache usage ratio, from its metrics."""
     url = f"http://{server.metrics}/metrics"
     with urllib.request.urlopen(url, timeout=10) as response:
         text = response.read().decode()
     if (usage := _KV_USAGE.search(text)) is None:
-        raise RuntimeError("the server's metrics do not tell onward_kv_cache_usage_ratio")
+        raise RuntimeError("the server's metrics lack onward_kv_cache_usage_ratio")
     return float(usage[1])

@@ -1,83 +1,34 @@
-"""What is asked: seeded requests of random tokens, whose lengths follow a law and whose beginnings may be shared.
+"""Seeded prompts of random tokens, with a distribution of lengths and an optional shared prefix.
 
-Request k is a function of the seed and of k alone: whoever sends it, in whatever order, sends the same. Knows no server
-and no wire.
+Request k is a function of the seed and of k alone, independent of the sending process and of the order.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 import numpy as np
 
 FIRST_TOKEN_ID = 4
-"""Ids below are control tokens by this project's tokenizers; random prompts have none."""
+"""This project's tokenizers use lower ids for control tokens; random prompts contain none."""
 _SEED_MASK = (1 << 64) - 1
 
 
-class Lengths(Protocol):
-    """A law of lengths."""
-
-    def draw(self, source: np.random.Generator, row: float) -> int:
-        """A length, at least 1. `row`, from 0 to 1, is drawn once a request, so that laws from files agree on it."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Fixed:
-    """Always the same."""
-
-    tokens: int
-
-    def draw(self, source: np.random.Generator, row: float) -> int:  # noqa: ARG002 (nothing to draw)
-        """The length."""
-        return self.tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Uniform:
-    """Every length from least to most alike."""
-
-    least: int
-    most: int
-
-    def draw(self, source: np.random.Generator, row: float) -> int:  # noqa: ARG002
-        """A length from `least` to `most`, both included."""
-        return int(source.integers(self.least, self.most, endpoint=True))
-
-
-@dataclass(frozen=True, slots=True)
-class Geometric:
-    """Ends after every token with the same probability: many short, a long tail. At least 1, in the mean `mean`."""
-
-    mean: float
-
-    def draw(self, source: np.random.Generator, row: float) -> int:  # noqa: ARG002
-        """A length."""
-        return int(source.geometric(1.0 / self.mean))
-
-
-@dataclass(frozen=True, slots=True)
-class Empirical:
-    """Lengths that were seen: each request takes one of them by its row."""
-
-    tokens: tuple[int, ...]
-
-    def draw(self, source: np.random.Generator, row: float) -> int:  # noqa: ARG002
-        """The length at the request's row."""
-        return self.tokens[min(int(row * len(self.tokens)), len(self.tokens) - 1)]
+Lengths: TypeAlias = Callable[[np.random.Generator, float], int]
+"""Draws a length, at least 1. The number, from 0 to 1, selects a file's line; a request's lengths share it."""
 
 
 def parse_lengths(text: str, name: str, column: int = 0) -> Lengths:
-    """A law from its notation: `128`, `uniform:16:512`, `geometric:256` or `file:PATH`.
+    """Parses `128`, `uniform:16:512`, `geometric:256` or `file:PATH`.
 
     Args:
         text: the notation.
-        name: what to call it in errors, as in "--prompt-tokens".
-        column: of a file's lines, the number to take; a line with too few has it from its last.
+        name: the option in error messages, as in "--prompt-tokens".
+        column: the number to take from each line of a file; the last one if the line has fewer.
 
     Raises:
         ValueError: naming the text and what is wrong with it.
@@ -86,19 +37,21 @@ def parse_lengths(text: str, name: str, column: int = 0) -> Lengths:
     kind, _, rest = text.partition(":")
     try:
         if not rest:
-            return Fixed(_at_least_one(kind))
+            tokens = _at_least_one(kind)
+            return lambda _, __: tokens
         if kind == "uniform":
             least, most = (_at_least_one(each) for each in rest.split(":"))
             if most < least:
                 raise ValueError(f"{most} is below {least}")
-            return Uniform(least, most)
+            return lambda source, _: int(source.integers(least, most, endpoint=True))
         if kind == "geometric":
             mean = float(rest)
             if not (math.isfinite(mean) and mean >= 1.0):
                 raise ValueError(f"a mean of {rest} is below 1")
-            return Geometric(mean)
+            return lambda source, _: int(source.geometric(1.0 / mean))
         if kind == "file":
-            return Empirical(_read_lengths(Path(rest), column))
+            seen = _read_lengths(Path(rest), column)
+            return lambda _, row: seen[min(int(row * len(seen)), len(seen) - 1)]
     except ValueError as error:
         raise ValueError(f"{name}: {text!r}: {error}") from None
     raise ValueError(f"{name}: {text!r} is none of N, uniform:LEAST:MOST, geometric:MEAN, file:PATH")
@@ -126,12 +79,12 @@ def _read_lengths(path: Path, column: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One request, before any wire: what is asked, how much may be answered, and how long the client waits for it."""
+    """One request, independent of the protocol."""
 
     token_ids: tuple[int, ...]
     max_tokens: int
     patience_seconds: float | None = None
-    """After so long the client gives up; None waits."""
+    """The client cancels after this time; None never."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,17 +92,17 @@ class Workload:
     """Requests by number.
 
     Args:
-        prompt_tokens: the law of the prompts' lengths, the shared beginning included.
-        max_tokens: the law of the answers' lengths.
-        vocab_size: token ids are below it.
+        prompt_tokens: distribution of the prompts' lengths, shared prefix included.
+        max_tokens: distribution of the answers' lengths.
+        vocab_size: token ids are below this,
         first_token_id: and not below this.
-        prefix_tokens: length of the one beginning that prompts may share. A prompt always has at least one token of
-            its own, so a shorter one shares less.
-        prefix_share: the share of prompts that have it, from 0 to 1.
-        cancel_share: the share of requests whose client gives up, from 0 to 1.
-        cancel_after_seconds: when it does.
-        seed: same seed, same requests.
-        stream: which of the seed's streams of requests, from 0: no two have a prompt in common.
+        prefix_tokens: length of the shared prefix. A prompt has at least one token of its own, so a short prompt
+            shares less.
+        prefix_share: the share of prompts with the prefix, from 0 to 1.
+        cancel_share: the share of requests that the client cancels, from 0 to 1.
+        cancel_after_seconds: when it cancels them.
+        seed: equal seeds give equal requests.
+        stream: the seed's stream of requests, from 0; different streams have different prompts.
 
     Raises:
         ValueError: naming every field that does not fit.
@@ -182,7 +135,7 @@ class Workload:
             problems.append(f"cancel_after_seconds: {self.cancel_after_seconds} is not above 0")
         if problems:
             raise ValueError("; ".join(problems))
-        # Requests are numbered from 1 here: 0 is the prefix.
+        # Number 0 is the prefix: requests start at 1.
         object.__setattr__(self, "_prefix", self._tokens(self._source(0), self.prefix_tokens))
 
     def _source(self, number: int) -> np.random.Generator:
@@ -192,15 +145,15 @@ class Workload:
         return tuple(source.integers(self.first_token_id, self.vocab_size, count).tolist())
 
     def prompt(self, number: int, prompt_tokens: int | None = None) -> Prompt:
-        """Request `number`, from 0; `prompt_tokens` takes the place of the drawn length."""
+        """Request `number`, from 0; `prompt_tokens` overrides the drawn length."""
         source = self._source(number + 1)
-        row, shares, gives_up = source.random(3).tolist()
-        length = self.prompt_tokens.draw(source, row)
-        max_tokens = self.max_tokens.draw(source, row)
+        row, shares, cancels = source.random(3).tolist()
+        length = self.prompt_tokens(source, row)
+        max_tokens = self.max_tokens(source, row)
         length = length if prompt_tokens is None else prompt_tokens
         prefix = self._prefix[: length - 1] if shares < self.prefix_share else ()
         return Prompt(
             token_ids=prefix + self._tokens(source, length - len(prefix)),
             max_tokens=max_tokens,
-            patience_seconds=self.cancel_after_seconds if gives_up < self.cancel_share else None,
+            patience_seconds=self.cancel_after_seconds if cancels < self.cancel_share else None,
         )

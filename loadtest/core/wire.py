@@ -1,8 +1,7 @@
-"""What goes over the wire: prompts as messages of one protocol or the other, and what the messages that come back say.
+"""Encodes prompts as requests and decodes answers, for both protocols; shared by the asyncio client and Locust's user.
 
-Two protocols: our own `onward.v1`, and version 2 of the Open Inference Protocol with a text model behind it (a BYTES
-tensor `text_input` in, BYTES tensors `text_output` out). No channels and no loops: the asyncio client and the Locust
-user share this.
+The protocols are `onward.v1` and version 2 of the Open Inference Protocol with a text model (a BYTES tensor
+`text_input` in, BYTES tensors `text_output` out).
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from dataclasses import dataclass, replace
 
 import grpc
 
-from loadtest.records import IN_STREAM, Piece
-from loadtest.workload import Prompt
+from loadtest.core.records import IN_STREAM, Piece
+from loadtest.core.workload import Prompt
 from onward.inference import open_inference_pb2 as oip
 from onward.v1 import generation_pb2 as pb
 from onward.v1 import model_pb2 as models
@@ -25,7 +24,7 @@ TEXT_OUTPUT = "text_output"
 FINAL_RESPONSE = "triton_final_response"
 EMPTY_FINAL_RESPONSE = "triton_enable_empty_final_response"
 REAL_STATUSES = (("triton_grpc_error", "true"),)
-"""Metadata that has a server end a stream with the error's status, instead of telling it in a message of an OK one."""
+"""Metadata that makes a server end a failed stream with the error's status instead of an error message and OK."""
 _LENGTH_BYTES = 4
 _STATUS = re.compile(r"\[([A-Z_]+)\] (.*)", re.DOTALL)
 _CODES = frozenset(code.name for code in grpc.StatusCode) - {grpc.StatusCode.OK.name}
@@ -36,12 +35,12 @@ _TEXT = (
     "tree wall water wind window wood word work year"
 )
 WORDS = tuple(_TEXT.split())
-"""What random prompts are made of where token ids cannot be sent: one for each id, taken modulo their number."""
+"""Words of prompts where token ids cannot be sent: one per id, modulo their number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How answers are drawn. With `ignore_eos` they are as long as asked for, so that runs compare."""
+    """Sampling options. `ignore_eos` gives every answer its full length, so that runs are comparable."""
 
     temperature: float = 0.0
     ignore_eos: bool = True
@@ -49,16 +48,16 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a client must know of a model: its name, ids a prompt may have, and how many requests run at once."""
+    """A model's name, vocabulary size and batch size."""
 
     model: str
     vocab_size: int
     max_batch_size: int | None = None
-    """None where the protocol does not tell."""
+    """None if the protocol does not report it."""
 
 
 def onward_facts(response: models.GetModelResponse) -> Facts:
-    """The facts as our own contract tells them; an encoder-decoder's prompt is its source."""
+    """Facts from `onward.v1`; an encoder-decoder's prompt is its source."""
     architecture = response.architecture
     return Facts(
         model=response.model,
@@ -68,7 +67,7 @@ def onward_facts(response: models.GetModelResponse) -> Facts:
 
 
 def onward_request(prompt: Prompt, request_id: str, model: str, sampling: Sampling) -> pb.GenerateStreamRequest:
-    """The prompt in our own contract."""
+    """The prompt as a streaming request of `onward.v1`."""
     return pb.GenerateStreamRequest(
         request_id=request_id,
         model=model,
@@ -79,21 +78,21 @@ def onward_request(prompt: Prompt, request_id: str, model: str, sampling: Sampli
 
 
 def onward_whole_request(prompt: Prompt, request_id: str, model: str, sampling: Sampling) -> pb.GenerateRequest:
-    """The same for an answer that comes at once."""
+    """The prompt as a unary request of `onward.v1`."""
     # Both requests have the same fields under the same numbers.
     request = onward_request(prompt, request_id, model, sampling)
     return pb.GenerateRequest.FromString(request.SerializeToString())
 
 
 def onward_answer(response: pb.GenerateResponse) -> Piece:
-    """What an answer of our own contract says that came at once: all its tokens, and the end."""
+    """Decodes a unary answer of `onward.v1`."""
     usage = response.usage
     tokens = sum(len(output.token_ids) for output in response.outputs)
     return Piece(tokens, is_last=True, prompt_tokens=usage.prompt_tokens, generated_tokens=usage.generated_tokens)
 
 
 def onward_piece(event: pb.GenerateStreamResponse) -> Piece:
-    """What an event of our own contract says; its summary makes the stream whole."""
+    """Decodes a stream event of `onward.v1`; the summary is the final message."""
     if event.HasField("summary"):
         usage = event.summary.usage
         return Piece(0, is_last=True, prompt_tokens=usage.prompt_tokens, generated_tokens=usage.generated_tokens)
@@ -102,16 +101,11 @@ def onward_piece(event: pb.GenerateStreamResponse) -> Piece:
 
 @dataclass(frozen=True, slots=True)
 class TextModel:
-    """A text model behind the Open Inference Protocol, by its own metadata.
+    """A text model of the Open Inference Protocol, from its metadata; `inputs` maps names to type and shape.
 
-    `inputs` are those it declares, name to type and shape.
-
-    Text goes in and comes out by the tensors `text_input` and `text_output`, as such models call them, or by the only
-    BYTES tensor where a model calls it otherwise.
-
-    Inputs that such models are known to have (`stream`, `max_tokens`, `temperature`, `sampling_parameters`,
-    `exclude_input_in_output`) are sent as tensors where they are declared; what is not goes as a parameter of the
-    request, by the name that our own contract has for it.
+    Text uses the tensors `text_input` and `text_output`, or a model's only BYTES tensor. Declared inputs among
+    `stream`, `max_tokens`, `temperature`, `sampling_parameters` and `exclude_input_in_output` are sent as tensors, the
+    others as request parameters with the names of `onward.v1`.
     """
 
     name: str
@@ -121,7 +115,7 @@ class TextModel:
 
     @classmethod
     def from_metadata(cls, metadata: oip.ModelMetadataResponse) -> TextModel:
-        """Reads the model's metadata; raises ValueError when it does not take and give text."""
+        """Reads the metadata; raises ValueError if the model is not a text model."""
         inputs = {each.name: (each.datatype, tuple(each.shape)) for each in metadata.inputs}
         text_input = _text_tensor(metadata.name, TEXT_INPUT, metadata.inputs)
         text_output = _text_tensor(metadata.name, TEXT_OUTPUT, metadata.outputs)
@@ -130,7 +124,7 @@ class TextModel:
     def request(
         self, prompt: Prompt, request_id: str, sampling: Sampling, *, is_streamed: bool = True
     ) -> oip.ModelInferRequest:
-        """The prompt as one request: a word for each token, as ids cannot be sent."""
+        """The prompt as one request: a word per token, because the protocol has no token ids."""
         request = oip.ModelInferRequest(model_name=self.name, id=request_id)
         if is_streamed:
             request.parameters[EMPTY_FINAL_RESPONSE].bool_param = True
@@ -141,7 +135,7 @@ class TextModel:
         if "exclude_input_in_output" in self.inputs:
             self._add(request, "exclude_input_in_output", oip.InferTensorContents(bool_contents=[True]))
         if "sampling_parameters" in self.inputs:
-            # The server's own engine reads them, and is strict about types: text, as its clients send them.
+            # The server's engine parses these and expects numbers as text.
             values = {
                 "max_tokens": str(prompt.max_tokens),
                 "temperature": str(sampling.temperature),
@@ -167,7 +161,7 @@ class TextModel:
             contents = oip.InferTensorContents(int64_contents=contents.int_contents)
         request.inputs.append(
             oip.ModelInferRequest.InferInputTensor(
-                # One request, one text: whatever varies is 1.
+                # One request holds one text: variable extents are 1.
                 name=name,
                 datatype=datatype,
                 shape=[1 if extent < 0 else extent for extent in shape],
@@ -177,7 +171,7 @@ class TextModel:
 
 
 def _text_tensor(model: str, wanted: str, tensors: Iterable[oip.ModelMetadataResponse.TensorMetadata]) -> str:
-    """The BYTES tensor of that name, or the only one there is; raises ValueError when there is neither."""
+    """The BYTES tensor of that name, or the only one; raises ValueError if there is neither."""
     tensors = list(tensors)
     texts = [each.name for each in tensors if each.datatype == "BYTES"]
     if wanted in texts:
@@ -189,10 +183,10 @@ def _text_tensor(model: str, wanted: str, tensors: Iterable[oip.ModelMetadataRes
 
 
 def oip_piece(message: oip.ModelStreamInferResponse, text_output: str = TEXT_OUTPUT) -> Piece:
-    """What a message of such a stream says.
+    """Decodes a message of an Open Inference stream.
 
-    The protocol counts no tokens: a message with text is taken for one, unless the server tells of them in parameters
-    of its last answer, by the names of our own usage.
+    The protocol has no token counts: a message with text counts as one token, unless the final answer has the
+    parameters `prompt_tokens` and `generated_tokens`.
     """
     piece = oip_answer(message.infer_response, text_output)
     is_last = _is_marked_last(message.infer_response)
@@ -200,7 +194,7 @@ def oip_piece(message: oip.ModelStreamInferResponse, text_output: str = TEXT_OUT
 
 
 def oip_answer(response: oip.ModelInferResponse, text_output: str = TEXT_OUTPUT) -> Piece:
-    """What an answer says that is whole; its tokens are counted as those of a stream's message."""
+    """Decodes a unary answer; it counts tokens like a stream's message."""
     return Piece(
         tokens=int(any(_texts(response, text_output))),
         is_last=True,
@@ -218,14 +212,14 @@ def _count(response: oip.ModelInferResponse, name: str) -> int | None:
 
 
 def status_in(error: str) -> tuple[str, str]:
-    """Code and words of an error in a message: some servers put the status' name first, as in "[INTERNAL] …"."""
+    """Code and detail of an error message; some servers put the status name first, as in "[INTERNAL] …"."""
     if (match := _STATUS.match(error)) and match[1] in _CODES:
         return match[1], match[2]
     return IN_STREAM, error
 
 
-def marks_its_end(message: oip.ModelStreamInferResponse) -> bool:
-    """Whether the server says of its messages which is the last."""
+def has_final_flag(message: oip.ModelStreamInferResponse) -> bool:
+    """Whether the message has the final-response flag, set or not."""
     return FINAL_RESPONSE in message.infer_response.parameters
 
 

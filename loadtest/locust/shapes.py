@@ -1,15 +1,15 @@
-"""Load shapes for Locust: each asks the conductor what there is to be now. `--shape` chooses, or the web page's picker.
+"""Load shapes for Locust, chosen by `--shape` or on the web page; each asks the conductor for the current stage.
 
-`SelectedShape` is what `--shape` says, and, with `--arrivals`, as many dispatchers as there are processes. All of them
-end a run once everything that was to be sent has ended.
+`SelectedShape` follows `--shape`, or with `--arrivals` has one dispatcher per process. Every shape ends the run when
+all requests have ended.
 """
 
 from __future__ import annotations
 
 from locust import LoadTestShape, User
 
-from loadtest.conductor import conductor_of
-from loadtest.grpc_user import ClosedLoopUser, OpenLoopUser
+from loadtest.locust.conductor import conductor_of
+from loadtest.locust.users import ClosedLoopUser, OpenLoopUser
 
 Tick = tuple[int, float, list[type[User]]]
 
@@ -20,7 +20,7 @@ class _Shape(LoadTestShape):
     kind = ""
 
     def tick(self) -> Tick | None:
-        """Users, how fast they come, and of which kind; None ends the run."""
+        """Number of users, spawn rate and user class; None ends the run."""
         assert self.runner is not None  # noqa: S101 (Locust sets it before it asks)
         conductor = conductor_of(self.runner.environment)
         stage = conductor.plan(self.kind)
@@ -31,17 +31,17 @@ class _Shape(LoadTestShape):
 
 
 class SelectedShape(_Shape):
-    """What `--shape` and `--arrivals` say."""
+    """The shape in `--shape`, or the schedule in `--arrivals`."""
 
 
 class ConstantShape(_Shape):
-    """As many users all the time."""
+    """A constant number of users."""
 
     kind = "constant"
 
 
 class RampShape(_Shape):
-    """From one user to all in `--stage-seconds`."""
+    """From one user to all within `--stage-seconds`."""
 
     kind = "ramp"
 

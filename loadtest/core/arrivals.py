@@ -1,6 +1,6 @@
-"""When requests are sent: seeded schedules of an open loop, in which nobody waits for an answer before asking again.
+"""Seeded arrival schedules of an open loop: requests are sent when due, not when earlier answers come.
 
-Times are seconds since the run began. Knows numbers and a file of numbers; nothing of requests, servers or clocks.
+Times are seconds since the run began.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 class Pattern(StrEnum):
-    """How the gaps between requests are drawn."""
+    """The distribution of the gaps between requests."""
 
     CONSTANT = "constant"
     POISSON = "poisson"
@@ -25,16 +25,15 @@ class Pattern(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrivals:
-    """A schedule's law.
+    """A schedule's distribution; equal seeds give equal schedules.
 
     Args:
-        pattern: the law of the gaps.
-        rate: requests a second in the mean, above 0. What a trace says itself is not to be given: it stays 0.
-        burstiness: shape of the gamma law of the gaps, above 0, whose mean stays 1/rate: 1 is Poisson, less comes in
-            bursts, more is more even. The coefficient of variation of the gaps is 1/√burstiness. The parameter and its
-            meaning are vLLM's (`vllm bench serve --burstiness`).
-        trace: the times themselves, not decreasing, none below 0.
-        seed: same seed, same schedule.
+        pattern: the distribution of the gaps.
+        rate: mean requests per second, above 0; 0 for a trace, which has its own times.
+        burstiness: shape of the gamma distribution of the gaps, as in `vllm bench serve --burstiness`: 1 is Poisson,
+            less is burstier, more is more even. The mean stays 1/rate; the coefficient of variation is 1/√burstiness.
+        trace: the times, not decreasing, none below 0.
+        seed: of the gaps.
 
     Raises:
         ValueError: naming every field that does not fit.
@@ -67,10 +66,10 @@ class Arrivals:
             raise ValueError("; ".join(problems))
 
     def times(self) -> Iterator[float]:
-        """The times, never decreasing: without end, but for a trace.
+        """The times in order; endless, except for a trace.
 
-        A random schedule begins with a gap, so that its count in any window has the law's mean; a constant one begins
-        at 0.
+        A random schedule begins with a gap, so that the expected count is the same in every window; a constant one
+        begins at 0.
         """
         if self.pattern is Pattern.TRACE:
             yield from self.trace
@@ -86,10 +85,10 @@ class Arrivals:
                 yield now
 
     def schedule(self, *, count: int | None = None, seconds: float | None = None) -> tuple[float, ...]:
-        """The times up to a count, up to a duration (exclusive), or up to whichever comes first.
+        """The times up to a count or a duration (exclusive), whichever comes first.
 
         Raises:
-            ValueError: when nothing bounds a law without end, or a bound is not above 0.
+            ValueError: if nothing bounds an endless schedule, or a bound is not above 0.
         """
         if count is None and seconds is None and self.pattern is not Pattern.TRACE:
             raise ValueError(f"count: {self.pattern} has no end of its own; give a number of requests or of seconds")
@@ -102,9 +101,9 @@ class Arrivals:
 
 
 def read_trace(path: Path) -> tuple[float, ...]:
-    """The times in a file, moved so that the first is 0.
+    """Reads the times in a file, shifted so that the first is 0.
 
-    One number a line, in seconds, not decreasing; empty lines and what follows a "#" are skipped.
+    One number a line, in seconds, not decreasing; empty lines and comments after "#" are skipped.
 
     Raises:
         ValueError: naming file and line.
@@ -130,8 +129,5 @@ def read_trace(path: Path) -> tuple[float, ...]:
 
 
 def share(times: Sequence[float], index: int, count: int) -> list[tuple[int, float]]:
-    """What one of several processes sends of a schedule, each time with its number in the whole: every `count`-th.
-
-    Together the shares are the whole, whatever its law.
-    """
+    """One process's part of a schedule: every `count`-th time from `index` on, with its request number."""
     return list(enumerate(times))[index::count]

@@ -1,7 +1,7 @@
-"""Options that the command line and Locust have in common, and what they mean.
+"""Options that the command line and Locust share.
 
-Goes with any parser that has argparse's `add_argument`, and with any object that has the options as attributes: a web
-form gives text for numbers and "" for what was left empty, and both are read as they are meant.
+Works with any parser that has argparse's `add_argument` and any object with the options as attributes: Locust's web
+form gives text for numbers and "" for empty fields.
 """
 
 from __future__ import annotations
@@ -12,56 +12,56 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from loadtest.access import Access, Parser, add_access, read_access
-from loadtest.arrivals import Arrivals, Pattern, read_trace
-from loadtest.figures import METRICS, Wanted, parse_objectives
-from loadtest.wire import Sampling
-from loadtest.workload import Lengths, Workload, parse_lengths
+from loadtest.core.access import Access, Parser, add_access, read_access
+from loadtest.core.arrivals import Arrivals, Pattern, read_trace
+from loadtest.core.figures import METRICS, Wanted, parse_objectives
+from loadtest.core.wire import Sampling
+from loadtest.core.workload import Lengths, Workload, parse_lengths
 
 T = TypeVar("T")
 _LENGTHS = "N, uniform:LEAST:MOST, geometric:MEAN or file:PATH"
 
 
 def add_options(parser: Parser, *, rate: float, arrivals: str) -> None:
-    """Adds them all; those two have a default of each user's own."""
+    """Adds the options; the two defaults differ between commands."""
     add = parser.add_argument
-    add("--model", default="", help="the model's name; may be left out where the server has one only")
+    add("--model", default="", help="model name; optional if the server has one model")
     add("--prompt-tokens", default="128", help=f"tokens of a prompt: {_LENGTHS}")
     add("--max-tokens", default="64", help=f"tokens of an answer: {_LENGTHS} (of a file's lines the second number)")
-    add("--prefix-tokens", type=int, default=0, help="tokens that prompts have in common at their beginning")
-    add("--prefix-share", type=float, default=1.0, help="share of the prompts that begin so")
-    add("--cancel-share", type=float, default=0.0, help="share of the requests whose client gives up")
-    add("--cancel-after", type=float, default=1.0, help="seconds after which it does")
+    add("--prefix-tokens", type=int, default=0, help="length of the shared prefix")
+    add("--prefix-share", type=float, default=1.0, help="share of the prompts with the prefix")
+    add("--cancel-share", type=float, default=0.0, help="share of the requests that the client cancels")
+    add("--cancel-after", type=float, default=1.0, help="seconds after which it cancels them")
     add("--temperature", type=float, default=0.0, help="0 is greedy")
-    add("--honour-eos", action="store_true", help="let answers end by themselves, not only by their length")
-    add("--vocab-size", type=int, default=0, help="token ids are drawn below this; 0 takes what the server tells")
+    add("--honour-eos", action="store_true", help="let answers end at end of sequence, not only at their length")
+    add("--vocab-size", type=int, default=0, help="token ids are below this; 0 takes the server's value")
     add("--timeout", type=float, default=0.0, help="deadline of each request in seconds; 0 for none")
     add(
         "--drain",
         type=float,
         default=60.0,
-        help="seconds to wait at the end for what is in flight, before giving it up",
+        help="seconds to wait at the end for requests in flight before cancelling them",
     )
-    add("--seed", type=int, default=0, help="same seed: same requests at the same times")
+    add("--seed", type=int, default=0, help="equal seeds give equal requests at equal times")
     add(
         "--arrivals",
         default=arrivals,
         choices=["", *Pattern] if not arrivals else list(Pattern),
-        help="open loop: the law by which requests are sent" + ("; empty: closed loop" if not arrivals else ""),
+        help="open loop: distribution of the gaps between requests" + ("; empty: closed loop" if not arrivals else ""),
     )
-    add("--request-rate", "--rate", dest="rate", type=float, default=rate, help="requests a second in the mean")
-    add("--burstiness", type=float, default=1.0, help="of gamma: 1 is Poisson, less comes in bursts, more is more even")
-    add("--trace", default="", help="file of the seconds at which requests are sent, one a line")
-    add("--num-prompts", "--requests", dest="requests", type=int, default=0, help="end after so many; 0 for no limit")
-    add("--goodput", default="", nargs="*", help="objectives in ms of a good request: ttft:500 tpot:50 e2el:5000")
+    add("--request-rate", "--rate", dest="rate", type=float, default=rate, help="mean requests per second")
+    add("--burstiness", type=float, default=1.0, help="shape of gamma: 1 is Poisson, less is burstier")
+    add("--trace", default="", help="file of sending times in seconds, one a line")
+    add("--num-prompts", "--requests", dest="requests", type=int, default=0, help="number of requests; 0 for no limit")
+    add("--goodput", default="", nargs="*", help="objectives in ms for goodput: ttft:500 tpot:50 e2el:5000")
     add("--percentile-metrics", default=",".join(METRICS), help="metrics to report")
-    add("--metric-percentiles", default="99", help="percentiles to report of them, as in 50,90,99.9")
+    add("--metric-percentiles", default="99", help="percentiles to report, as in 50,90,99.9")
     add_access(parser)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """The options, read and checked. `arrivals` is None in a closed loop, `requests` where no count ends the run."""
+    """The validated options. `arrivals` is None in a closed loop, `requests` None if no count ends the run."""
 
     model: str
     prompt_tokens: Lengths
@@ -81,7 +81,7 @@ class LoadOptions:
     access: Access
 
     def workload(self, vocab_size: int, stream: int = 0) -> Workload:
-        """The requests, for a model of so many token ids; another stream has other prompts.
+        """The requests for a vocabulary; different streams have different prompts.
 
         Raises:
             ValueError: naming every field that does not fit.
@@ -100,7 +100,7 @@ class LoadOptions:
 
 
 def read_options(values: Any) -> LoadOptions:
-    """The options of a parsed command line or of a filled-in form.
+    """Validates the options of a parsed command line or of a web form.
 
     Raises:
         ValueError: naming every option that does not fit.
@@ -112,9 +112,9 @@ def read_options(values: Any) -> LoadOptions:
         try:
             value = convert(text) if text else default
         except (ValueError, OSError) as error:
-            # What has told its own name need not be named again.
-            told = str(error)
-            problems.append(told if told.startswith("--") else f"{_flag(name)}: {told}")
+            # Some messages already begin with the option.
+            message = str(error)
+            problems.append(message if message.startswith("--") else f"{_flag(name)}: {message}")
             return default
         if not fits(value):
             problems.append(f"{_flag(name)}: {text} is out of range")
@@ -164,7 +164,7 @@ def read_options(values: Any) -> LoadOptions:
 
 
 def _arrivals(read: Callable[..., Any], problems: list[str]) -> Arrivals | None:
-    """The schedule's law. None without `--arrivals`, and at a rate without limit, which is no schedule."""
+    """The schedule; None without `--arrivals` and at an infinite rate."""
     pattern = read("arrivals", lambda text: Pattern(text) if text else None, None)
     rate = read("rate", float, 0.0)
     if pattern is None or (pattern is not Pattern.TRACE and rate == math.inf):
@@ -173,7 +173,7 @@ def _arrivals(read: Callable[..., Any], problems: list[str]) -> Arrivals | None:
     try:
         return Arrivals(
             pattern=pattern,
-            # A rate is an option of the other laws, with a default.
+            # The default rate is for the other patterns.
             rate=0.0 if pattern is Pattern.TRACE else rate,
             burstiness=read("burstiness", float, 1.0),
             trace=trace,

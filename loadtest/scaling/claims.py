@@ -1,32 +1,22 @@
-"""The laws that the scaling study is about: which series grow with which power of the length, and what to call them.
-
-Nothing is measured or judged here: `loadtest.study` takes the series, `loadtest.scaling` judges them by these.
-"""
+"""The claims of the scaling study: the power of the length with which each series grows, and what reports call it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from loadtest.fit import TOLERANCE
+from loadtest.scaling.fit import TOLERANCE
 
 ENOUGH_REACH = 5.0
-"""To how many times n* the lengths must go for the law to be seen, not guessed: there the square is 5/6 of the time."""
+"""The longest length must be this many times n*: there the quadratic term is 5/6 of the time."""
 CACHE_TOLERANCE = 0.20
-"""Where keys and values leave the processor's caches on the way to the longest length: memory is slower than they are,
-and bends what would be straight."""
+"""The tolerance where keys and values outgrow the processor's caches: memory is slower, which bends a straight line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """One law.
+    """One claim: a series grows with the length to the power of `degree`.
 
-    Args:
-        series: the samples it is about.
-        degree: the power of the length that they grow with.
-        name: what a table calls them.
-        words: the claim.
-        tolerance: see `loadtest.fit.TOLERANCE`.
-        reach: to how many crossovers (n* where the degree is 2) the lengths must go; 0 where wherever they go will do.
+    `name` is its row in a table, `words` the claim in words. `tolerance` and `reach` are those of `fit.examine`.
     """
 
     series: str
@@ -57,16 +47,16 @@ CLAIMS = (
         CACHE_TOLERANCE,
     ),
 )
-"""What decides."""
+"""The claims that decide."""
 
 WITNESSES = (
     Claim("end_to_end", 2, "first token, by a plain client", "a first token is quadratic in the prompt's length"),
     Claim("locust", 2, "first token, by Locust's user", "a first token is quadratic in the prompt's length"),
 )
-"""What clients see: it confirms, and is no second witness, for the server's time is in it."""
+"""Reported, but not decisive: the clients' times include the server's, so they are not independent of it."""
 
 BASELINES = (
     Claim("gru", 1, "recurrent model, in chunks", "a recurrent model that reads in chunks is linear"),
     Claim("gru_whole", 1, "recurrent model, whole text", "a recurrent model that reads a text in one run is linear"),
 )
-"""What must not be quadratic: the claim that they are is put to the same judge."""
+"""Linear baselines: the same procedure must refuse the claim that they are quadratic."""

@@ -1,4 +1,4 @@
-"""Options of a run under Locust beside those of `loadtest.options`: its shape, its users' pauses, its report."""
+"""Options of a run under Locust in addition to `loadtest.core.options`: shape, pauses, report."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loadtest import stages
-from loadtest.access import Parser
-from loadtest.arrivals import Pattern
-from loadtest.options import LoadOptions, add_options, read_options
-from loadtest.stages import Stage
+from loadtest.core.access import Parser
+from loadtest.core.arrivals import Pattern
+from loadtest.core.options import LoadOptions, add_options, read_options
+from loadtest.locust import stages
+from loadtest.locust.stages import Stage
 
 SHAPES = ("constant", "ramp", "spike", "concurrency", "length")
 
 
 def add_run_options(parser: Parser) -> None:
-    """Adds them all to Locust's parser, those of `loadtest.options` included."""
+    """Adds all options to Locust's parser, including those of `loadtest.core.options`."""
     add_options(parser, rate=1.0, arrivals="")
     add = parser.add_argument
-    add("--shape", default="constant", choices=list(SHAPES), help="how many users there are over the run's time")
-    add("--steps", default="1,2,4,8", help="of a sweep: numbers of users, or tokens of a prompt")
-    add("--stage-seconds", type=float, default=10.0, help="of a sweep's step, of a ramp's rise, of a spike")
+    add("--shape", default="constant", choices=list(SHAPES), help="number of users over time")
+    add("--steps", default="1,2,4,8", help="steps of a sweep: numbers of users, or prompt lengths")
+    add("--stage-seconds", type=float, default=10.0, help="duration of a sweep's step, of a ramp, of a spike")
     add("--base-users", type=int, default=1, help="users before and after a spike")
-    add("--think", type=float, default=0.0, help="seconds that a user pauses in the mean before asking again")
-    add("--connections", type=int, default=1, help="connections that an open loop's requests take turns on")
+    add("--think", type=float, default=0.0, help="mean pause of a user between requests, in seconds")
+    add("--connections", type=int, default=1, help="connections of an open loop, used round-robin")
     add("--report", default="", help="file for the report as JSON")
-    add("--report-detailed", action="store_true", help="every request in it")
+    add("--report-detailed", action="store_true", help="include every request in it")
 
 
 def option_names() -> list[str]:
-    """The names under which parsed options have them: what a leading process must tell its workers."""
+    """Names of the parsed options, which the leading process sends to its workers."""
     parser = argparse.ArgumentParser(add_help=False)
     add_run_options(parser)
     return list(vars(parser.parse_args([])))
@@ -40,7 +40,7 @@ def option_names() -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """The options, read and checked; `seconds` is infinite where the run has no limit of time."""
+    """The validated options; `run_seconds` is infinite without a time limit."""
 
     load: LoadOptions
     users: int
@@ -57,19 +57,19 @@ class RunOptions:
 
     @property
     def seconds(self) -> float | None:
-        """Limit of the time in which requests are sent; None for none."""
+        """Time limit for sending; None for none."""
         return None if math.isinf(self.run_seconds) else self.run_seconds
 
     @property
     def is_open(self) -> bool:
-        """Whether requests come by a schedule."""
+        """Whether a schedule determines the sending times."""
         return self.load.arrivals is not None
 
     def check(self, processes: int) -> None:
-        """Whether so many processes can do it.
+        """Checks the options against the number of processes.
 
         Raises:
-            ValueError: naming the option that does not fit.
+            ValueError: naming the invalid option.
         """
         arrivals = self.load.arrivals
         if arrivals is not None:
@@ -79,9 +79,9 @@ class RunOptions:
             raise ValueError(f"--users: {self.users} are fewer than the {processes} processes, so some would have none")
 
     def stage(self, kind: str, at: float, processes: int) -> Stage | None:
-        """What there is to be at that time; `kind` is a shape, or empty for the one asked for. None ends the run."""
+        """The stage at that time of a shape; an empty `kind` is the shape in the options. None ends the run."""
         if self.is_open:
-            # One dispatcher in each process; the run ends when all that was scheduled has ended.
+            # One dispatcher in each process; the run ends when every scheduled request has ended.
             return Stage(processes, float(processes))
         kind = kind or self.shape
         if kind == "ramp":
@@ -96,10 +96,10 @@ class RunOptions:
 
 
 def read_run_options(values: Any) -> RunOptions:
-    """The options of Locust's parsed command line or of its web page's form.
+    """Validates the options of Locust's command line or web form.
 
     Raises:
-        ValueError: naming every option that does not fit.
+        ValueError: naming every invalid option.
     """
     problems: list[str] = []
     load = None
@@ -134,7 +134,7 @@ def read_run_options(values: Any) -> RunOptions:
         load=load,
         users=int(values.num_users or 1),
         spawn_rate=float(values.spawn_rate or values.num_users or 1),
-        # Locust has parsed it: seconds, or nothing.
+        # Locust has parsed it: seconds, or None.
         run_seconds=float(values.run_time or math.inf),
         shape=values.shape,
         steps=steps,

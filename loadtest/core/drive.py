@@ -1,8 +1,7 @@
-"""Putting load on a server from one asyncio loop: by a schedule, or by users who each wait for their answer.
+"""Drives load from one asyncio loop: open loop by a schedule, or closed loop by a number of users.
 
-In an open loop requests are sent when they are due, whatever became of those before; in a closed loop a user asks again
-when the answer is there, so that a slow server is asked less. Both end when what is in flight has ended, and give one
-record for each request. Knows no protocol and no figures.
+An open loop sends each request when it is due. In a closed loop each user sends its next request after its answer, so a
+slow server gets fewer requests. Both wait for the requests in flight and return one record per request.
 """
 
 from __future__ import annotations
@@ -17,36 +16,36 @@ from dataclasses import dataclass
 
 import grpc
 
-from loadtest import wire
-from loadtest.clients import Call, Client
-from loadtest.figures import Run
-from loadtest.meter import Meter
-from loadtest.records import Record, Watch
-from loadtest.workload import Prompt, Workload
+from loadtest.core import wire
+from loadtest.core.clients import Call, Client
+from loadtest.core.figures import Run
+from loadtest.core.meter import Meter
+from loadtest.core.records import Record, Watch
+from loadtest.core.workload import Prompt, Workload
 
 _CANCEL_SECONDS = 10.0
 
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """A request under way and the call that can end it."""
+    """A request in flight and its call."""
 
     watch: Watch
     call: Call
 
-    def give_up(self) -> None:
-        self.watch.is_given_up = True
+    def cancel(self) -> None:
+        self.watch.is_cancelled = True
         self.call.cancel()
 
 
 class Driver:
-    """One run against one client; made for it, used once.
+    """One run against one client. Use each instance once.
 
     Args:
-        client: who is asked.
-        workload: what is asked.
+        client: the server's client.
+        workload: the requests.
         timeout_seconds: deadline of each request; None for none.
-        drain_seconds: how long to wait, once nothing more is to be sent, for what is in flight; then it is given up.
+        drain_seconds: how long to wait for the requests in flight at the end, before cancelling them.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class Driver:
         self._drain_seconds = drain_seconds
         self._name = uuid.uuid4().hex[:8]
         self._stop = asyncio.Event()
-        self._is_given_up = False
+        self._is_cancelled = False
         self._flights: set[_Flight] = set()
         self._records: list[Record] = []
         self._offered = 0
@@ -67,34 +66,33 @@ class Driver:
 
     @property
     def in_flight(self) -> int:
-        """Requests under way."""
+        """The number of requests in flight."""
         return len(self._flights)
 
     def stop(self) -> None:
-        """Sends nothing more; when nothing more is to be sent anyway, gives up what is in flight."""
+        """Stops sending; the second call cancels the requests in flight."""
         if self._stop.is_set():
-            self._give_up()
+            self._cancel()
         self._stop.set()
 
     async def open_loop(self, schedule: Sequence[float], max_concurrency: int | None = None) -> Run:
         """Sends each request at its time, in seconds from now.
 
-        With `max_concurrency` a request waits while so many are in flight. Its latency counts from the schedule all the
-        same: the cap is this client's, the waiting is the asker's.
+        `max_concurrency` delays requests while so many are in flight; the delay counts as latency.
         """
         prompts = [self._workload.prompt(number) for number in range(len(schedule))]
-        places = asyncio.Semaphore(max_concurrency or len(schedule) or 1)
+        slots = asyncio.Semaphore(max_concurrency or len(schedule) or 1)
         tasks = []
         self._begin()
         for number, due in enumerate(schedule):
             if await self._stopped_before(due):
                 break
             self._offered += 1
-            tasks.append(asyncio.create_task(self._ask_in_turn(number, due, prompts[number], places)))
+            tasks.append(asyncio.create_task(self._ask_in_slot(number, due, prompts[number], slots)))
         return await self._finish(tasks, is_open=True)
 
     async def closed_loop(self, users: int, *, count: int | None = None, seconds: float | None = None) -> Run:
-        """So many users ask, each again as soon as it has its answer, until a count or a time is reached."""
+        """Each user sends its next request after its answer, until a count or a time is reached."""
         numbers = itertools.count() if count is None else iter(range(count))
 
         async def use() -> None:
@@ -122,19 +120,19 @@ class Driver:
         return time.monotonic() - self.began
 
     async def _stopped_before(self, due: float) -> bool:
-        """Waits until then, or until the run is stopped; whether it was."""
+        """Waits until `due` or until the run is stopped; returns whether it was stopped."""
         if (delay := due - self._now()) > 0.0:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(delay):
                     await self._stop.wait()
         return self._stop.is_set()
 
-    async def _ask_in_turn(self, number: int, due: float, prompt: Prompt, places: asyncio.Semaphore) -> None:
-        async with places:
+    async def _ask_in_slot(self, number: int, due: float, prompt: Prompt, slots: asyncio.Semaphore) -> None:
+        async with slots:
             await self._ask(number, due, prompt)
 
     async def _ask(self, number: int, due: float | None, prompt: Prompt) -> None:
-        """One request from its sending to its end; None is due when it is sent."""
+        """Runs one request to its end; `due` None means now."""
         request_id = f"{self._name}-{number}"
         now = self._now()
         watch = Watch(
@@ -145,15 +143,15 @@ class Driver:
             sent=now,
             prompt_tokens=self._client.known_prompt_tokens(prompt),
         )
-        if self._is_given_up:
-            watch.is_given_up = True
+        if self._is_cancelled:
+            watch.is_cancelled = True
             self._records.append(watch.over("CANCELLED", self._now()))
             return
         flight = _Flight(watch, self._client.ask(prompt, request_id, self._timeout_seconds))
         self._flights.add(flight)
         patience = None
         if prompt.patience_seconds is not None:
-            patience = asyncio.get_running_loop().call_later(prompt.patience_seconds, flight.give_up)
+            patience = asyncio.get_running_loop().call_later(prompt.patience_seconds, flight.cancel)
         try:
             code, detail = await self._read(flight)
         finally:
@@ -164,10 +162,10 @@ class Driver:
         self._records.append(watch.over(code, self._now(), detail))
 
     async def _read(self, flight: _Flight) -> tuple[str, str]:
-        """Notes all that comes; the code and the words with which it ended."""
+        """Records every message; returns the final code and detail."""
         watch = flight.watch
         try:
-            async with contextlib.aclosing(flight.call.pieces()) as pieces:
+            async with contextlib.aclosing(flight.call.pieces) as pieces:
                 async for piece in pieces:
                     watch.saw(piece, self._now())
                     if piece.error:
@@ -175,28 +173,28 @@ class Driver:
         except grpc.aio.AioRpcError as error:
             return error.code().name, error.details() or ""
         except asyncio.CancelledError:
-            # Ending a call ends the reading of it as if this task were to end.
-            if not watch.is_given_up:
+            # Cancelling a call raises CancelledError in its reader, as cancelling this task would.
+            if not watch.is_cancelled:
                 raise
             return "CANCELLED", ""
         return "OK", ""
 
-    def _give_up(self) -> None:
-        """Ends what is in flight; what still waits for its turn is not sent any more."""
-        self._is_given_up = True
+    def _cancel(self) -> None:
+        """Cancels the requests in flight and those that wait for a slot."""
+        self._is_cancelled = True
         for flight in tuple(self._flights):
-            flight.give_up()
+            flight.cancel()
 
     async def _finish(self, tasks: Sequence[asyncio.Task[None]], *, is_open: bool) -> Run:
-        """Waits for what is in flight, gives up what takes too long, and counts."""
+        """Waits for the requests in flight, cancels those that take too long, and builds the run."""
         self._stop.set()
         if tasks:
             _, pending = await asyncio.wait(tasks, timeout=self._drain_seconds)
             if pending:
-                self._give_up()
+                self._cancel()
                 _, pending = await asyncio.wait(tasks, timeout=_CANCEL_SECONDS)
             if pending:
-                raise RuntimeError(f"{len(pending)} requests did not end within {_CANCEL_SECONDS} s of being given up")
+                raise RuntimeError(f"{len(pending)} requests did not end within {_CANCEL_SECONDS} s of being cancelled")
         for task in tasks:
             task.result()
         seconds = max((record.ended for record in self._records), default=self._now())

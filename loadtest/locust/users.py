@@ -1,8 +1,7 @@
-"""Users under Locust who ask for token streams over gRPC: some wait for their answers, one does not.
+"""Locust users that request token streams over gRPC.
 
-`ClosedLoopUser` asks, reads, pauses and asks again: a server that is slow is asked less. `OpenLoopUser` sends by a
-schedule, one such user in each process, whatever became of the requests before. Latencies count from when a request
-should have been sent. Both leave the book-keeping to the process's conductor.
+`ClosedLoopUser` sends, reads, pauses and sends again, so a slow server gets fewer requests. `OpenLoopUser`, one in each
+process, sends by a schedule. The process's conductor keeps the records.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from locust.env import Environment
 from locust.exception import StopUser
 from locust.user.task import LOCUST_STATE_RUNNING
 
-from loadtest import wire
-from loadtest.conductor import conductor_of, target_of
-from loadtest.session import Session
-from loadtest.workload import Prompt
+from loadtest.core import wire
+from loadtest.core.workload import Prompt
+from loadtest.locust.conductor import conductor_of, target_of
+from loadtest.locust.session import Session
 from onward.v1.generation_pb2_grpc import GenerationServiceStub
 
 _CONNECT_SECONDS = 10.0
@@ -32,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class GrpcUser(User):
-    """A user with channels of its own."""
+    """A user with its own channels."""
 
     abstract = True
 
@@ -44,20 +43,20 @@ class GrpcUser(User):
 
     @property
     def session(self) -> Session:
-        """This process's part in the run."""
+        """This process's share of the run."""
         session = self.conductor.session
         if session is None:
-            # A worker that joins while a run lasts has no part in it.
-            log.warning("this process has no part in the run")
+            # A worker that joins during a run has no share of it.
+            log.warning("this process has no share of the run")
             raise StopUser
         return session
 
     def on_start(self) -> None:
-        """Connects; the first request must not pay for it."""
+        """Connects, so that the first request does not include it."""
         self._connect(1)
 
     def on_stop(self) -> None:
-        """Hangs up."""
+        """Closes the channels."""
         for channel in self._channels:
             channel.close()
 
@@ -68,14 +67,14 @@ class GrpcUser(User):
             try:
                 grpc.channel_ready_future(channel).result(_CONNECT_SECONDS)
             except grpc.FutureTimeoutError:
-                # Every request will say so by its code.
+                # Every request will fail with its code.
                 log.warning("no connection to %s after %g s", target, _CONNECT_SECONDS)
         self._stubs = itertools.cycle([GenerationServiceStub(channel) for channel in self._channels])
 
     def is_closed_before(self, due: float) -> bool:
-        """Waits until then, or until nothing more is to be sent; whether that is so."""
+        """Waits until `due` or until sending stops; returns whether it has stopped."""
         closing = self.conductor.closing
-        # Waking is not exact, and gevent's idea of now may be old: look again.
+        # gevent may wake early, because its clock is cached: check again.
         while not closing.is_set() and (delay := due - self.session.now()) > 0.0:
             closing.wait(delay)
         return bool(closing.is_set())
@@ -89,27 +88,27 @@ class GrpcUser(User):
 
 
 class ClosedLoopUser(GrpcUser):
-    """Asks, reads the answer, pauses, asks again."""
+    """Sends a request, reads the answer, pauses, repeats."""
 
     def __init__(self, environment: Environment) -> None:
         super().__init__(environment)
         self._pauses = random.Random()  # noqa: S311 (not for secrets)
 
     def wait_time(self) -> float:
-        """A pause, exponential around the mean that was asked for."""
+        """An exponential pause with the mean of `--think`."""
         mean = self.conductor.options.think_seconds
         return self._pauses.expovariate(1.0 / mean) if mean else 0.0
 
     @task
     def ask(self) -> None:
-        """One question, but none before the run has begun in all processes."""
+        """Sends one request, but none before the begin of the run."""
         number = None if self.is_closed_before(0.0) else self.session.take()
         if number is None:
             raise StopUser
         self.conductor.ask(number, None, self.send)
 
     def stop(self, force: bool = False) -> bool:  # noqa: FBT001, FBT002 (Locust's own signature)
-        """Lets a stream end before the user goes, where Locust would kill it."""
+        """Waits for the stream to end, which Locust would kill."""
         if force and self._state == LOCUST_STATE_RUNNING:
             super().stop(force=False)
             self.greenlet.join(timeout=self.session.load.drain_seconds)
@@ -117,17 +116,17 @@ class ClosedLoopUser(GrpcUser):
 
 
 class OpenLoopUser(GrpcUser):
-    """Sends this process's part of the schedule, each request in a greenlet of its own, and waits for all of them."""
+    """Sends this process's share of the schedule, each request in its own greenlet, and waits for all of them."""
 
     def on_start(self) -> None:
-        """Connects as often as asked for."""
+        """Opens `--connections` channels."""
         self._connect(self.conductor.options.connections)
 
     @task
     def dispatch(self) -> None:
-        """The whole schedule."""
+        """Sends the schedule."""
         conductor, session, group = self.conductor, self.session, Group()
-        # Where a process has left the run, Locust gives its users to the others: their schedules stay their own.
+        # If a process leaves the run, Locust moves its users to others, which must not send their schedule twice.
         if session.is_dispatched:
             raise StopUser
         session.is_dispatched = True

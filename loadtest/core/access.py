@@ -1,7 +1,4 @@
-"""How a client and a server know each other: TLS by files, and an API key in the metadata of every call.
-
-Options have the names of `python -m service ask`. Knows channels; nothing of what is called on them.
-"""
+"""TLS and API key of the clients. Options have the names of `python -m service ask`."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ import grpc
 
 
 class Parser(Protocol):
-    """What takes options: argparse's parser, Locust's, or a group of theirs."""
+    """argparse's parser, Locust's, or a group of either."""
 
     def add_argument(self, *names: str, **settings: Any) -> Any:
         """As `argparse.ArgumentParser.add_argument`."""
@@ -22,7 +19,7 @@ class Parser(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """Who asks whom: nothing is encrypted without `authority`, nothing shown without `api_key`. The files' contents."""
+    """TLS files' contents and the API key; no TLS without `authority`, no key without `api_key`."""
 
     authority: bytes | None = None
     certificate: bytes | None = field(default=None, repr=False)
@@ -32,17 +29,17 @@ class Access:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What every call shows. Not gRPC's call credentials, which a channel in the clear refuses."""
+        """Metadata of every call. Not gRPC's call credentials: a plaintext channel refuses those."""
         return (("authorization", f"Bearer {self.api_key}"),) if self.api_key else ()
 
     def open(self, target: str) -> grpc.Channel:
-        """A connection of its own to "host:port"."""
+        """Opens a channel with its own connection to "host:port"."""
         if self.authority is None:
             return grpc.insecure_channel(target, self._options)
         return grpc.secure_channel(target, self._credentials, self._options)
 
     def open_async(self, target: str) -> grpc.aio.Channel:
-        """The same for asyncio."""
+        """`open` for asyncio."""
         if self.authority is None:
             return grpc.aio.insecure_channel(target, self._options)
         return grpc.aio.secure_channel(target, self._credentials, self._options)
@@ -53,7 +50,7 @@ class Access:
 
     @property
     def _options(self) -> list[tuple[str, Any]]:
-        # The library would share one connection between channels to the same target: users would wait for each other.
+        # By default gRPC shares one connection between channels to the same target: users would wait for each other.
         options: list[tuple[str, Any]] = [("grpc.use_local_subchannel_pool", 1)]
         return [*options, ("grpc.ssl_target_name_override", self.server_name)] if self.server_name else options
 
@@ -61,15 +58,15 @@ class Access:
 def add_access(parser: Parser) -> None:
     """Adds the options."""
     add = parser.add_argument
-    add("--api-key-file", default="", help="file that holds the API key, and nothing else")
-    add("--ca-certificate", default="", help="PEM file of who signs the server's certificate; turns TLS on")
+    add("--api-key-file", default="", help="file that holds only the API key")
+    add("--ca-certificate", default="", help="PEM file of the CA of the server's certificate; turns TLS on")
     add("--client-certificate", default="", help="PEM file of the client's own certificate")
     add("--client-key", default="", help="PEM file of that certificate's key")
     add("--server-name", default="", help="name in the server's certificate; empty: the target's")
 
 
 def read_access(values: Any) -> Access:
-    """The options of a parsed command line or of a filled-in form, with what is in the files they name.
+    """Reads the parsed options and the files that they name.
 
     Raises:
         ValueError: naming every option that does not fit.

@@ -1,7 +1,7 @@
-"""What became of one request: when it should have been sent, when it was, when its tokens came, how it ended.
+"""The record of one request: its due time, sending time, token arrivals and outcome.
 
-Times are seconds since the run began, on the client's monotonic clock. Latencies count from the intended time: a
-request that a stalled client or server kept from being sent has waited all the same. Knows no wire and no loop.
+Times are seconds since the run began, on the client's monotonic clock. Latencies count from the due time, so that a
+stalled client or server cannot hide waiting.
 """
 
 from __future__ import annotations
@@ -13,36 +13,31 @@ from enum import StrEnum
 from typing import Any
 
 INCOMPLETE = "INCOMPLETE"
-"""Stands where a gRPC code would: the stream ended with OK, but without the message that says it is whole."""
+"""In place of a gRPC code: the stream ended with OK, but without its final message."""
 IN_STREAM = "ERROR_IN_STREAM"
-"""The same where the protocol tells of an error in a message of a stream that goes on."""
+"""In place of a gRPC code: an error in a message that names no status."""
 _REFUSAL = "RESOURCE_EXHAUSTED"
 _CANCELLED = "CANCELLED"
 
 
 class Outcome(StrEnum):
-    """How a request ended; every offered one ends in exactly one way."""
+    """How a request ended; every offered request has exactly one outcome."""
 
     FINISHED = "finished"
-    """Whole: the stream's last message came, and its status was OK."""
+    """The final message arrived, and the status was OK."""
     REFUSED = "refused"
-    """The server would not take it: RESOURCE_EXHAUSTED before the first token."""
+    """RESOURCE_EXHAUSTED before the first token."""
     FAILED = "failed"
-    """Any other status, or a stream that ended early."""
+    """Any other status, or a stream without its final message."""
     CANCELLED = "cancelled"
-    """This client gave it up."""
+    """This client cancelled it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one message of a stream says.
+    """One decoded message of a stream: its number of tokens, whether it is the final message, its error.
 
-    Args:
-        tokens: how many it brings.
-        is_last: whether it says that the stream is whole.
-        error: what it says went wrong; empty if nothing.
-        prompt_tokens: the server's count of them, where it tells.
-        generated_tokens: the same of the whole answer's.
+    `prompt_tokens` and `generated_tokens` are the server's counts for the whole request, if the message has them.
     """
 
     tokens: int
@@ -54,22 +49,22 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """One request that is over.
+    """One finished request.
 
     Args:
         number: its number in the run.
-        request_id: what the server was told to call it.
-        stage: the part of the run it was sent in, as in "8 users"; empty where there is one only.
-        intended: when it should have been sent.
-        sent: when it was.
-        arrivals: when each message with tokens came.
-        counts: how many tokens each of them had.
-        told_tokens: how many the server says there were in all; None where it says nothing.
-        ended: when the stream was over.
+        request_id: its id on the wire.
+        stage: the stage of the run, as in "8 users"; empty if the run has only one.
+        intended: when it was due.
+        sent: when it was sent.
+        arrivals: when each message with tokens arrived.
+        counts: the number of tokens in each of them.
+        ended: when the stream ended.
         outcome: how it ended.
         code: the gRPC status by name, `INCOMPLETE` or `IN_STREAM`.
-        detail: what the server said beside the code.
-        prompt_tokens: by the server's count, or by ours where it tells none; None where neither is known.
+        prompt_tokens: the server's count, else this client's; None if both are unknown.
+        reported_tokens: the server's count of generated tokens; None if it reports none.
+        detail: the server's error message.
     """
 
     number: int
@@ -83,27 +78,27 @@ class Record:
     outcome: Outcome
     code: str
     prompt_tokens: int | None
-    told_tokens: int | None = None
+    reported_tokens: int | None = None
     detail: str = ""
 
     @property
     def generated_tokens(self) -> int:
-        """Tokens that came, whatever the end: by the server's count where it tells, as messages may say less."""
-        return sum(self.counts) if self.told_tokens is None else self.told_tokens
+        """Generated tokens, whatever the outcome: the server's count if it reports one, else the sum over messages."""
+        return sum(self.counts) if self.reported_tokens is None else self.reported_tokens
 
     @property
     def lateness(self) -> float:
-        """Seconds from the intended time to the sending: this client's part of the waiting."""
+        """Seconds from the due time to the sending: this client's part of the latency."""
         return self.sent - self.intended
 
     @property
     def first_token_seconds(self) -> float | None:
-        """TTFT: from the intended time to the first token. None without tokens."""
+        """TTFT: from the due time to the first token. None without tokens."""
         return self.arrivals[0] - self.intended if self.arrivals else None
 
     @property
     def end_to_end_seconds(self) -> float:
-        """E2E: from the intended time to the end of the stream."""
+        """E2E: from the due time to the end of the stream."""
         return self.ended - self.intended
 
     @property
@@ -116,29 +111,29 @@ class Record:
 
     @property
     def gaps(self) -> list[float]:
-        """ITL: seconds between one message with tokens and the next, as a reader sees them."""
+        """ITL: seconds between consecutive messages with tokens."""
         return [later - earlier for earlier, later in itertools.pairwise(self.arrivals)]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for a message or a file."""
-        return asdict(self)
+        values = asdict(self)
+        # The name of the field in stored reports.
+        values["told_tokens"] = values.pop("reported_tokens")
+        return values
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Record:
-        """What `to_dict` gave, also after a journey that made lists of tuples."""
-        return cls(
-            **{
-                **values,
-                "arrivals": tuple(values["arrivals"]),
-                "counts": tuple(values["counts"]),
-                "outcome": Outcome(values["outcome"]),
-            }
-        )
+        """Reverses `to_dict`, also after a serialization that turned tuples into lists."""
+        own: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
+        }
+        own["reported_tokens"] = own.pop("told_tokens")
+        return cls(**{**own, "outcome": Outcome(own["outcome"])})
 
 
 @dataclass(slots=True, kw_only=True)
 class Watch:
-    """A request under way; becomes a `Record` when it ends. Its methods take the time now, since the run began."""
+    """A request in flight; becomes a `Record` when it ends. Its methods take the current time since the run began."""
 
     number: int
     request_id: str
@@ -146,16 +141,16 @@ class Watch:
     intended: float
     sent: float
     prompt_tokens: int | None
-    told_tokens: int | None = None
+    reported_tokens: int | None = None
     is_whole: bool = False
-    """Whether the stream's last message came."""
-    is_given_up: bool = False
+    """Whether the final message arrived."""
+    is_cancelled: bool = False
     """Whether this client cancelled it."""
     _arrivals: list[float] = field(default_factory=list)
     _counts: list[int] = field(default_factory=list)
 
     def saw(self, piece: Piece, now: float) -> None:
-        """A message came; one without tokens is no arrival."""
+        """Adds a message; one without tokens is no arrival."""
         if piece.tokens:
             self._arrivals.append(now)
             self._counts.append(piece.tokens)
@@ -163,10 +158,10 @@ class Watch:
         if piece.prompt_tokens is not None:
             self.prompt_tokens = piece.prompt_tokens
         if piece.generated_tokens is not None:
-            self.told_tokens = piece.generated_tokens
+            self.reported_tokens = piece.generated_tokens
 
     def over(self, code: str, now: float, detail: str = "") -> Record:
-        """The stream ended with this status."""
+        """Ends the request with this status."""
         outcome = self._outcome(code)
         return Record(
             number=self.number,
@@ -180,14 +175,14 @@ class Watch:
             outcome=outcome,
             code=INCOMPLETE if code == "OK" and outcome is Outcome.FAILED else code,
             prompt_tokens=self.prompt_tokens,
-            told_tokens=self.told_tokens,
+            reported_tokens=self.reported_tokens,
             detail=detail,
         )
 
     def _outcome(self, code: str) -> Outcome:
         if code == "OK":
             return Outcome.FINISHED if self.is_whole else Outcome.FAILED
-        # A proxy may answer CANCELLED for a server that died: only what we gave up was cancelled.
-        if code == _CANCELLED and self.is_given_up:
+        # A proxy may answer CANCELLED for a server that died: only our own cancellations count.
+        if code == _CANCELLED and self.is_cancelled:
             return Outcome.CANCELLED
         return Outcome.REFUSED if code == _REFUSAL and not self._arrivals else Outcome.FAILED

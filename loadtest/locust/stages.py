@@ -1,6 +1,6 @@
-"""How many users there are at a time, and what they ask then: a run as a function of the seconds since it began.
+"""Stages of a run as pure functions of the seconds since it began: number of users and prompt length.
 
-Pure: `loadtest.shapes` gives these to Locust.
+`seconds` may be infinite. None is the end of the run.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A stretch of a run.
+    """A stage of a run.
 
     Args:
-        users: how many there are.
-        spawn_rate: users that come or go in a second until there are so many.
-        name: what its figures are told under; empty where a run has one stage only.
-        prompt_tokens: length of every prompt in it; None leaves it to the workload.
+        users: number of users.
+        spawn_rate: users that start or stop per second until that number is reached.
+        name: its name in the report; empty if the run has only one stage.
+        prompt_tokens: length of every prompt; None leaves it to the workload.
     """
 
     users: int
@@ -28,12 +28,12 @@ class Stage:
 
 
 def constant(at: float, users: int, spawn_rate: float, seconds: float) -> Stage | None:
-    """As many users all the time; None when the time is over. `seconds` may be infinite, as in all of these."""
+    """A constant number of users."""
     return Stage(users, spawn_rate) if at < seconds else None
 
 
 def ramp(at: float, users: int, ramp_seconds: float, seconds: float) -> Stage | None:
-    """From one user to all of them in a straight line, then all of them."""
+    """Linearly from one user to all, then all."""
     if at >= seconds:
         return None
     now = users if at >= ramp_seconds else min(users, 1 + math.floor((users - 1) * at / ramp_seconds))
@@ -41,7 +41,7 @@ def ramp(at: float, users: int, ramp_seconds: float, seconds: float) -> Stage | 
 
 
 def spike(at: float, base: int, users: int, stage_seconds: float, seconds: float) -> Stage | None:
-    """A few users, then suddenly all of them, then few again: each for one stage's time, the last until the end."""
+    """Few users for one stage, all for one stage, then few until the end."""
     if at >= seconds:
         return None
     number = int(at // stage_seconds)
@@ -50,7 +50,7 @@ def spike(at: float, base: int, users: int, stage_seconds: float, seconds: float
 
 
 def concurrency_sweep(at: float, users: Sequence[int], stage_seconds: float) -> Stage | None:
-    """One number of users after the other, each for one stage's time."""
+    """Each number of users for one stage."""
     number = int(at // stage_seconds)
     if number >= len(users):
         return None
@@ -58,7 +58,7 @@ def concurrency_sweep(at: float, users: Sequence[int], stage_seconds: float) -> 
 
 
 def length_sweep(at: float, lengths: Sequence[int], users: int, stage_seconds: float) -> Stage | None:
-    """One prompt length after the other, each for one stage's time, with the same users."""
+    """Each prompt length for one stage, with a constant number of users."""
     number = int(at // stage_seconds)
     if number >= len(lengths):
         return None
@@ -66,7 +66,7 @@ def length_sweep(at: float, lengths: Sequence[int], users: int, stage_seconds: f
 
 
 def parse_steps(text: str) -> tuple[int, ...]:
-    """Steps of a sweep, as in `1,2,4,8`.
+    """Parses the steps of a sweep, as in `1,2,4,8`.
 
     Raises:
         ValueError: naming the text.

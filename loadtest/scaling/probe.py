@@ -1,7 +1,6 @@
-"""Questions to a server, one at a time: what it says an answer took, and what a client's clock says of it.
+"""Requests to a server, one at a time, with the server's timings and the client's.
 
-Knows the wire; nothing of laws or statistics. Token ids are given raw, answers are greedy and go on past an end of
-sequence, so that what is asked for is what is computed.
+Prompts are token ids. Answers are greedy and ignore end of sequence, so that the requested tokens are computed.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ _TIMEOUT_SECONDS = 600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What one request took, in seconds, and what came of it.
+    """One answer with its times in seconds.
 
-    `prefill` and `decode` are the server's (`onward.v1.Timings`): from being scheduled to the first token, and from
-    then to the last. `first_token` and `total` are this client's, from sending to receiving.
+    `prefill` and `decode` are the server's (`onward.v1.Timings`): from scheduling to the first token, and from there to
+    the last. `first_token` and `total` are this client's, from sending to receiving.
     """
 
     token_ids: tuple[int, ...]
@@ -36,7 +35,7 @@ class Answer:
 
     @property
     def per_token(self) -> float:
-        """Seconds between two tokens, by the server. There must be two."""
+        """Server-side seconds between two tokens; needs at least two tokens."""
         return self.decode / (len(self.token_ids) - 1)
 
 
@@ -47,15 +46,15 @@ class Probe:
         self._stub = GenerationServiceStub(channel)
 
     def ask(self, prompt: Sequence[int], new: int) -> Answer:
-        """Asks for so many tokens at once, with no message before the last token: nothing disturbs the server.
+        """Unary call for `new` tokens: no message before the last token disturbs the server.
 
-        The client cannot tell when the first token came, and takes the end for it.
+        `first_token` equals `total`, because the client cannot see the first token.
 
         Raises:
-            RuntimeError: when the call fails, or the answer has another length.
+            RuntimeError: if the call fails, or the answer has another length.
         """
         began = time.perf_counter()
-        with _telling():
+        with _readable_errors():
             response = self._stub.Generate(
                 pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt), sampling=_GREEDY, stopping=_stopping(new)),
                 timeout=_TIMEOUT_SECONDS,
@@ -64,15 +63,15 @@ class Probe:
         return _answer(response.outputs[0].token_ids, response.usage, response.timings, new, total, total)
 
     def stream(self, prompt: Sequence[int], new: int) -> Answer:
-        """Asks for the same, told token by token.
+        """Streaming call for `new` tokens.
 
         Raises:
-            RuntimeError: when the call fails, or the answer is incomplete.
+            RuntimeError: if the call fails, or the answer is incomplete.
         """
         token_ids: list[int] = []
         summary, first = None, 0.0
         began = time.perf_counter()
-        with _telling():
+        with _readable_errors():
             for event in self._stub.GenerateStream(_stream_request(prompt, new), timeout=_TIMEOUT_SECONDS):
                 if event.delta.token_ids and not token_ids:
                     first = time.perf_counter() - began
@@ -85,14 +84,14 @@ class Probe:
 
     @contextmanager
     def holding(self, prompt: Sequence[int], new: int) -> Iterator[None]:
-        """For the length of the block a request is being answered that has its first token; then it is cancelled.
+        """Keeps a request in decode for the duration of the block, then cancels it.
 
         Raises:
-            RuntimeError: when the call fails before its first token.
+            RuntimeError: if the call fails before its first token.
         """
         call = self._stub.GenerateStream(_stream_request(prompt, new), timeout=_TIMEOUT_SECONDS)
         try:
-            with _telling():
+            with _readable_errors():
                 if not any(event.delta.token_ids for event in call):
                     raise RuntimeError("the stream ended without a token")
             yield
@@ -102,7 +101,7 @@ class Probe:
 
 @contextmanager
 def probing(target: str) -> Iterator[Probe]:
-    """A probe of the server at "host:port" over a connection of its own."""
+    """A probe of the server at "host:port" over its own connection."""
     with grpc.insecure_channel(target) as channel:
         yield Probe(channel)
 
@@ -134,8 +133,8 @@ def _answer(
 
 
 @contextmanager
-def _telling() -> Iterator[None]:
-    """Turns a call that failed into what a person can read."""
+def _readable_errors() -> Iterator[None]:
+    """Turns a failed call into a RuntimeError with code and detail."""
     try:
         yield
     except grpc.RpcError as error:

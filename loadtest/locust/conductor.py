@@ -1,11 +1,11 @@
-"""Conducts a run under Locust: who sends which part, when it ends, and that nothing is lost on the way.
+"""Conducts a run under Locust: distributes shares to processes, drains at the end, and accounts for every request.
 
-Locust by itself kills what is in flight when a run ends, and gives workers half a second for their last report. Here
-the end of a run, however it comes about (all sent, the time over, a shape at its end, Ctrl-C, the web page's button),
-first stops the sending, then waits for what is in flight, then gives up the rest, and only then lets Locust stop. So
-every offered request stands in the report, in one process, with `--processes`, and with workers on other machines.
+Locust kills requests in flight when a run ends and gives workers half a second for their last report. Here every end of
+a run (all sent, time over, shape over, Ctrl-C, the web page's button) first stops sending, then waits for the requests
+in flight, then cancels the rest, and only then lets Locust stop. So the report has every offered request, in one
+process, with `--processes`, and with workers on other machines.
 
-One conductor for each process; it lives on Locust's environment and is woken by Locust's events.
+Each process has one conductor, stored on Locust's environment and driven by Locust's events.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ from locust.env import Environment
 from locust.exception import StopTest
 from locust.runners import STATE_MISSING, MasterRunner, WorkerRunner
 
-from loadtest import wire
-from loadtest.figures import Run, render, summarise
-from loadtest.locust_options import RunOptions, option_names, read_run_options
-from loadtest.records import Outcome, Record
-from loadtest.session import Flight, Ledger, Session, Share
-from loadtest.stages import Stage
-from loadtest.wire import Facts
-from loadtest.workload import Prompt
+from loadtest.core import wire
+from loadtest.core.figures import Run, render, summarize
+from loadtest.core.records import Outcome, Record
+from loadtest.core.wire import Facts
+from loadtest.core.workload import Prompt
+from loadtest.locust.options import RunOptions, option_names, read_run_options
+from loadtest.locust.session import Flight, Ledger, Session, Share
+from loadtest.locust.stages import Stage
 from onward.v1 import model_pb2 as models
 from onward.v1.model_pb2_grpc import ModelServiceStub
 
-BEGIN, STAGE, DRAIN, TOLD = "onward-begin", "onward-stage", "onward-drain", "onward-told"
+BEGIN, STAGE, DRAIN, REPORT = "onward-begin", "onward-stage", "onward-drain", "onward-report"
 """Messages between the leading process and its workers."""
-_TELL_SECONDS = 1.0
+_REPORT_SECONDS = 1.0
 _FACTS_TIMEOUT_SECONDS = 10.0
 _CANCEL_SECONDS = 10.0
 _BAD_RUN = 2
-# From the news of a run to its begin: by then users should be there.
+# From the start message to the begin of a run: time for the users to spawn.
 _LEAD_SECONDS = 0.2
 _LEAD_SECONDS_OF_MASTER = 1.5
-# Locust's master drops a worker after three seconds without a heartbeat, and stops the run with the last one; a worker
-# on a busy machine is silent for longer while it starts.
+# Locust's master drops a worker after three seconds without a heartbeat; on a busy machine a starting worker is silent
+# for longer.
 _MISSED_HEARTBEATS = 30
 
 log = logging.getLogger(__name__)
 
 
 class StreamError(Exception):
-    """A request that did not finish, by its code alone: Locust counts errors by their text."""
+    """A request that did not finish; its text is the code alone, because Locust counts errors by text."""
 
 
 def conductor_of(environment: Environment) -> Conductor:
@@ -65,35 +65,35 @@ def conductor_of(environment: Environment) -> Conductor:
 
 
 def target_of(environment: Environment) -> str:
-    """The host:port that Locust's `--host` names, with or without a scheme."""
+    """The host:port of Locust's `--host`, with or without a scheme."""
     host = environment.host or ""
     return (host.partition("://")[2] or host).rstrip("/")
 
 
 class Conductor:
-    """One process's conductor; listens to its environment's events from its making on.
+    """One process's conductor.
 
     Raises:
-        ValueError: when the options do not fit.
+        ValueError: if the options are invalid.
     """
 
     def __init__(self, environment: Environment) -> None:
         environment.conductor = self  # type: ignore[attr-defined]
         self.closing = Event()
-        """Set while nothing is to be sent."""
+        """Set while sending is stopped."""
         self.session: Session | None = None
-        """This process's part; a master has none."""
+        """This process's share; a master has none."""
         self.ledger = Ledger()
         self._environment = environment
         self._runner = environment.runner
         self._clients: dict[int, str] = {}
         self._stage: Stage | None = None
         self._begins_at: float | None = None
-        self._teller: gevent.Greenlet | None = None
+        self._reporter: gevent.Greenlet | None = None
         self._drainer: gevent.Greenlet | None = None
         self._closed_at: float | None = None
         self.options = read_run_options(environment.parsed_options)
-        """As they were when the run began; the web page's form may change them between runs."""
+        """The options of the current run; the web form may change them between runs."""
         events = environment.events
         events.test_stopping.add_listener(lambda **_: self._drain())
         if isinstance(self._runner, WorkerRunner):
@@ -105,31 +105,31 @@ class Conductor:
             events.test_stop.add_listener(lambda **_: self._report())
             if isinstance(self._runner, MasterRunner):
                 runners.HEARTBEAT_LIVENESS = _MISSED_HEARTBEATS
-                self._runner.register_message(TOLD, lambda msg, **_: self.ledger.told(msg.data))
+                self._runner.register_message(REPORT, lambda msg, **_: self.ledger.add(msg.data))
 
-    # What users do.
+    # Requests.
 
     def ask(self, number: int, due: float | None, send: Callable[[Prompt, str], Any]) -> None:
-        """One request from its sending to its end, in the greenlet of the caller.
+        """Runs one request to its end in the caller's greenlet.
 
         Args:
             number: the request's number in the run.
-            due: when it should be sent, in seconds since the run began; None for now.
-            send: starts the stream of a prompt under a request id; the messages that come are our own contract's.
+            due: when it is due, in seconds since the run began; None for now.
+            send: starts an `onward.v1` stream for a prompt and a request id.
         """
         session = self.session
         if session is None:
-            raise RuntimeError("nothing is asked outside a run")
+            raise RuntimeError("no run is active")
         flight, prompt = session.offer(number, due)
         patience = None
         if prompt.patience_seconds is not None:
-            patience = gevent.spawn_later(prompt.patience_seconds, flight.give_up)
-        # Stands if this greenlet is ended from outside.
+            patience = gevent.spawn_later(prompt.patience_seconds, flight.cancel)
+        # The result if Locust kills this greenlet.
         code, detail = "CANCELLED", ""
         try:
             code, detail = _read(flight, send(prompt, flight.watch.request_id), session.now)
         except gevent.GreenletExit:
-            flight.give_up()
+            flight.cancel()
             raise
         finally:
             if patience is not None:
@@ -137,7 +137,7 @@ class Conductor:
             self._fire(session.ended(flight, code, detail))
 
     def _fire(self, record: Record) -> None:
-        """Tells Locust. All of a request's entries come at its end, so that all are of the same requests."""
+        """Reports to Locust. A request's entries all come at its end, so every statistic covers the same requests."""
 
         def fire(name: str, seconds: float, tokens: int, exception: Exception | None = None) -> None:
             self._environment.events.request.fire(
@@ -159,34 +159,34 @@ class Conductor:
             fire("ITL", gap, 1)
         fire("E2E", record.end_to_end_seconds, record.generated_tokens)
 
-    # How a run goes.
+    # The course of a run.
 
     def plan(self, kind: str) -> Stage | None:
-        """What there is to be now in a run of this kind (empty: what the options say); None ends the run."""
+        """The current stage of a shape (empty: the one in the options); None ends the run."""
         if self._stage is None:
             self._read_options()
         living = self._living()
-        # Locust's own clock of a run goes before there is anybody in it.
+        # Locust's own clock of a run starts before any user exists.
         at = 0.0 if self._begins_at is None else max(0.0, time.monotonic() - self._begins_at)
         stage = self.options.stage(kind, at, len(self._clients) or len(self._processes()))
         if living and self.ledger.is_exhausted(living):
             stage = None
         if stage is None and self._stage is not None:
-            # Stopping takes Locust a good part of a second in which nothing is read: not while streams are in flight.
+            # While Locust stops it reads no streams for a good part of a second: drain first.
             self._close()
             return None if self._is_drained else self._stage
         if stage is not None and stage != self._stage:
             entered = {"name": stage.name, "prompt_tokens": stage.prompt_tokens}
             if self._stage is not None:
-                self._tell_stage(entered)
+                self._send_stage(entered)
             self._stage = stage
         return stage
 
     def _read_options(self) -> None:
-        """Takes the options as they are now.
+        """Reads the current options.
 
         Raises:
-            StopTest: when they do not fit.
+            StopTest: if they are invalid.
         """
         try:
             self.options = read_run_options(self._environment.parsed_options)
@@ -197,24 +197,24 @@ class Conductor:
         self._environment.process_exit_code = _BAD_RUN
         return StopTest(why)
 
-    def _tell_stage(self, entered: dict[str, Any]) -> None:
+    def _send_stage(self, entered: dict[str, Any]) -> None:
         if isinstance(self._runner, MasterRunner):
             self._runner.send_message(STAGE, entered)
         else:
             self._enter(**entered)
 
     def _lead(self) -> None:
-        """A run begins: gives each process its part.
+        """Begins a run: gives each process its share.
 
         Raises:
-            StopTest: when the options do not fit or the server does not answer.
+            StopTest: if the options are invalid or the server does not answer.
         """
         self._read_options()
         options = self.options
         try:
             options.check(len(self._processes()))
             facts = self._facts(options)
-            # Before anybody has a part: what does not fit together is said at once.
+            # Fail before any process has a share.
             options.load.workload(facts.vocab_size)
         except ValueError as error:
             raise self._cannot_run(str(error)) from None
@@ -238,12 +238,12 @@ class Conductor:
             )
             if isinstance(self._runner, MasterRunner):
                 values = vars(self._environment.parsed_options)
-                told = {name: values[name] for name in option_names()}
-                self._runner.send_message(BEGIN, {"part": asdict(part), "options": told}, client_id=client)
+                shared = {name: values[name] for name in option_names()}
+                self._runner.send_message(BEGIN, {"part": asdict(part), "options": shared}, client_id=client)
             else:
                 self._begin(part)
         if self._stage is not None:
-            self._tell_stage({"name": self._stage.name, "prompt_tokens": self._stage.prompt_tokens})
+            self._send_stage({"name": self._stage.name, "prompt_tokens": self._stage.prompt_tokens})
 
     def _facts(self, options: RunOptions) -> Facts:
         if options.load.vocab_size:
@@ -257,12 +257,12 @@ class Conductor:
             return wire.onward_facts(answer)
 
     def _join(self, part: dict[str, Any], options: dict[str, Any]) -> None:
-        """A master gives this worker a part in a run; what its own command line says does not count."""
+        """Takes a share from the master, whose options override this worker's command line."""
         vars(self._environment.parsed_options).update(options)
         try:
             self._begin(Share(**part))
         except (StopTest, ValueError) as error:
-            # Who cannot take its part, as a file is not there, must not be waited for: the report will tell of it.
+            # For example a missing file. The master must not wait for this worker; the report counts it as silent.
             log.error("this process leaves the run: %s", error)
             if isinstance(self._runner, WorkerRunner):
                 gevent.spawn(self._runner.quit)
@@ -272,31 +272,31 @@ class Conductor:
         self.session = Session(part, self.options.load)
         self._drainer = self._closed_at = None
         self.closing.clear()
-        if self._teller is not None:
-            self._teller.kill()
-        self._teller = gevent.spawn(self._keep_telling)
+        if self._reporter is not None:
+            self._reporter.kill()
+        self._reporter = gevent.spawn(self._keep_reporting)
 
     def _enter(self, name: str, prompt_tokens: int | None) -> None:
         if self.session is not None:
             self.session.enter(name, prompt_tokens)
 
-    def _keep_telling(self) -> None:
+    def _keep_reporting(self) -> None:
         while True:
-            self._tell()
-            gevent.sleep(_TELL_SECONDS)
+            self._send_report()
+            gevent.sleep(_REPORT_SECONDS)
 
-    def _tell(self) -> None:
+    def _send_report(self) -> None:
         if self.session is not None:
-            message = self.session.tell()
+            message = self.session.report()
             if isinstance(self._runner, WorkerRunner):
-                self._runner.send_message(TOLD, message)
+                self._runner.send_message(REPORT, message)
             else:
-                self.ledger.told(message)
+                self.ledger.add(message)
 
-    # How a run ends.
+    # The end of a run.
 
     def _close(self) -> None:
-        """Nothing more is to be sent, here or, from a master, by any worker; returns at once."""
+        """Stops sending here, or from a master in every worker; returns at once."""
         if self._closed_at is not None:
             return
         self._closed_at = time.monotonic()
@@ -306,18 +306,18 @@ class Conductor:
             self._drainer = gevent.spawn(self._drain_session, self.session)
 
     def _drain_session(self, session: Session) -> None:
-        """Waits for what this process has in flight, gives up the rest, and tells."""
+        """Waits for this process's requests in flight, cancels the rest, and reports."""
         session.is_closed = True
         self.closing.set()
-        self._until_landed(session, session.load.drain_seconds)
-        session.give_up()
-        self._until_landed(session, _CANCEL_SECONDS)
+        self._wait_for_flights(session, session.load.drain_seconds)
+        session.cancel()
+        self._wait_for_flights(session, _CANCEL_SECONDS)
         session.is_drained = True
-        self._tell()
+        self._send_report()
 
     @property
     def _is_drained(self) -> bool:
-        """Whether nothing is in flight any more, or what is will not land."""
+        """Whether no request is in flight, or the time to wait for them is over."""
         if self._closed_at is None:
             return False
         if self._drainer is not None:
@@ -326,32 +326,32 @@ class Conductor:
         return self.ledger.is_drained(self._living()) or time.monotonic() > limit
 
     def _drain(self) -> None:
-        """Locust is about to stop, for whatever reason: holds it up until nothing is in flight."""
+        """Delays Locust's stop until no request is in flight."""
         self._close()
         while not self._is_drained:
             gevent.sleep(0.02)
-        if self._teller is not None:
-            self._teller.kill()
-        self._teller = self._drainer = self._stage = self._begins_at = self._closed_at = None
+        if self._reporter is not None:
+            self._reporter.kill()
+        self._reporter = self._drainer = self._stage = self._begins_at = self._closed_at = None
         self._clients = {}
 
-    def _until_landed(self, session: Session, seconds: float) -> None:
+    def _wait_for_flights(self, session: Session, seconds: float) -> None:
         limit = time.monotonic() + seconds
         while session.in_flight and time.monotonic() < limit:
             gevent.sleep(0.01)
 
     def report(self) -> dict[str, Any]:
-        """The run so far; while it lasts, what is in flight counts as missing."""
+        """The report so far; requests in flight count as missing."""
         wanted = self.options.load.wanted
         run = self.ledger.to_run()
-        report = summarise(run, wanted)
+        report = summarize(run, wanted)
         stages = list(dict.fromkeys(record.stage for record in sorted(run.records, key=lambda record: record.sent)))
         if stages != [""]:
-            report["stages"] = {stage: summarise(_part_of(run, stage), wanted) for stage in stages}
+            report["stages"] = {stage: summarize(_part_of(run, stage), wanted) for stage in stages}
         return report
 
     def _report(self) -> None:
-        """The run is over: prints the report, and writes it where the options say."""
+        """Prints the report, and writes it to the file in the options."""
         if not self.ledger.run:
             return
         report, options = self.report(), self.options
@@ -366,23 +366,23 @@ class Conductor:
         if is_detailed:
             records = [record.to_dict() for record in sorted(self.ledger.records, key=lambda record: record.number)]
             report |= {"began_monotonic": self.ledger.began, "requests": records}
-        # Who waits for the file shall not find half of it.
+        # Write and rename, so that readers never see half a file.
         draft = path.with_name(f"{path.name}.draft")
         draft.write_text(json.dumps(report, allow_nan=False) + "\n", encoding="utf-8")
         draft.replace(path)
         log.info("report in %s", path)
 
-    # Who takes part.
+    # Processes.
 
     def _processes(self) -> list[str]:
-        """Ids of the processes that send, in the order of their parts."""
+        """Ids of the sending processes, in the order of their shares."""
         if isinstance(self._runner, MasterRunner):
             clients = self._runner.clients
             return [client.id for client in (*clients.ready, *clients.running, *clients.spawning)]
         return [""]
 
     def _living(self) -> list[int]:
-        """Parts whose process can still say something."""
+        """Shares whose process is alive."""
         if not isinstance(self._runner, MasterRunner):
             return list(self._clients)
         clients = self._runner.clients
@@ -391,7 +391,7 @@ class Conductor:
 
 
 def _read(flight: Flight, call: Any, now: Callable[[], float]) -> tuple[str, str]:
-    """Notes all that comes; the code and the words with which it ended."""
+    """Records every message; returns the final code and detail."""
     watch = flight.watch
     flight.sent(call.cancel)
     try:
@@ -403,7 +403,7 @@ def _read(flight: Flight, call: Any, now: Callable[[], float]) -> tuple[str, str
 
 
 def _part_of(run: Run, stage: str) -> Run:
-    """What was sent in one stage of a run, from its first request's time to its last one's end."""
+    """The requests of one stage, from the first due time to the last end."""
     records = [record for record in run.records if record.stage == stage]
     seconds = max(record.ended for record in records) - min(record.intended for record in records)
     return replace(run, records=records, offered=len(records), seconds=seconds, clients=())

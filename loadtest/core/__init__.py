@@ -1,0 +1,1 @@
+"""Load over asyncio: schedules, prompts, both protocols' clients, and a record of every request. Imports no Locust."""

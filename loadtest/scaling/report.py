@@ -1,0 +1,226 @@
+"""The scaling study as a page, a document and files. Measures nothing: everything shown is in `scaling.json`.
+
+`write` leaves one self-contained HTML page, the pictures, and the results with every raw sample; `write_document` the
+Markdown of `docs/results`, its pictures, and the same results, which later runs are compared with. `python -m loadtest
+scaling --samples FILE` makes both again from the samples of an earlier run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from loadtest import capacity_report
+from loadtest.document import Block, Drawing, Heading, Items, Table, Text, to_page, write_drawings, write_markdown
+from loadtest.scaling import fit
+from loadtest.scaling.claims import CACHE_TOLERANCE, CLAIMS, ENOUGH_REACH, WITNESSES
+from loadtest.scaling.evidence import Evidence, Results
+from loadtest.scaling.pictures import PICTURES, Picture
+
+RESULTS = "scaling.json"
+PAGE = "scaling.html"
+DOCUMENT = "scaling.md"
+CAPACITY = "scaling-capacity"
+NOISY = 0.05
+"""If other processes take more than this share of the machine, the report marks its figures as doubtful."""
+TITLE = "The law: attention costs the square of the length"
+
+_METHOD = (
+    "The model has random weights: preset `law` with its context extended to 16,384 tokens and one KV head for all "
+    "query heads, so that the keys and values of the longest context fit a processor's last-level cache. It is "
+    "exported and served like any other, by a server process of its own, over gRPC at batch 1, one request at a time. "
+    "Prefill and decode times are the server's own (`onward.v1.Timings`). Prompts are random token ids and always "
+    "new: a cache hit ends the study. Without a cache, the text so far is sent as a new prompt for every token.",
+    "Lengths are geometric, up to the context. Each repeat takes every length once, in a new random order, so that "
+    "drift of the machine does not look like a slope; a warm-up pass goes first and is not counted.",
+    "Medians are fitted by non-negative least squares over relative deviations (weight 1 / median). Intervals are 95 % "
+    "percentile intervals of a case bootstrap within lengths. Degrees are compared by BIC = J ln(RSS / J) + k ln J "
+    "over J lengths, whose likelihood assumes that relative deviations of the medians are independent and normal, of "
+    f"one unknown variance; a difference above {fit.DECISIVE_BIC:g} decides.",
+    "A claim is refused if the interval of its leading coefficient includes 0, if BIC does not prefer it to the "
+    f"degree below by more than {fit.DECISIVE_BIC:g}, if its leading term is less than {fit.LEADING_SHARE:.0%} of "
+    f"the time at the longest length, if BIC prefers the degree above by more than {fit.DECISIVE_BIC:g} and that "
+    f"term is {fit.TOLERANCE:.0%} of it or more, if the curve misses a median by more than {fit.MAX_MISFIT:.0%}, "
+    f"or if the fit without the longest length misses it by more than {fit.TOLERANCE:.0%}. For a token with the "
+    f"cache and for cross-attention {fit.TOLERANCE:.0%} becomes {CACHE_TOLERANCE:.0%}: keys and values outgrow the "
+    f"processor's caches, and memory is slower. For whole prompts, lengths must also reach {ENOUGH_REACH:g} n*.",
+)
+_RIVALS: Mapping[str, str] = {
+    "linear": "synthetic times that are linear",
+    "linearithmic": "synthetic times that grow with n ln n",
+    "three_halves": "synthetic times that grow with n^1.5",
+}
+_NO_CAPACITY = (
+    "Not measured with this run: `python -m loadtest capacity` measures a running server, and "
+    "`python -m loadtest scaling --samples FILE --capacity build/load/capacity.json` shows it here."
+)
+
+
+def write(results: Results, folder: Path) -> Path:
+    """Writes the page, the pictures and the results into a folder; returns the page's path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shown = blocks(results)
+    write_drawings(shown, folder)
+    (folder / RESULTS).write_text(dump(results), encoding="utf-8")
+    page = folder / PAGE
+    page.write_text(to_page(TITLE, shown, results), encoding="utf-8")
+    return page
+
+
+def write_document(results: Results, folder: Path) -> Path:
+    """Writes the document, its pictures and the results into a folder; returns the document's path."""
+    document = write_markdown(blocks(results), folder / DOCUMENT)
+    (folder / RESULTS).write_text(dump(results), encoding="utf-8")
+    return document
+
+
+def dump(results: Results) -> str:
+    """JSON with one line per figure and per series, so that diffs are readable."""
+    parts = []
+    for key, value in results.items():
+        if isinstance(value, Mapping) and value:
+            inner = ",\n".join(
+                f"  {json.dumps(name)}: {json.dumps(item, allow_nan=False)}" for name, item in value.items()
+            )
+            parts.append(f" {json.dumps(key)}: {{\n{inner}\n }}")
+        else:
+            parts.append(f" {json.dumps(key)}: {json.dumps(value, allow_nan=False)}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def blocks(results: Results, pictures: Sequence[Picture] = PICTURES) -> list[Block]:
+    """The report's content."""
+    evidence = Evidence(results)
+    state = {True: "holds", False: "refused", None: "open"}[results["law_holds"]]
+    problems = [] if results["quick"] else [*results["objections"], *results["drift"]["objections"]]
+    shown: list[Block] = [Heading(TITLE, 1), Text(_verdict(results), state), Items(problems)]
+    shown += [Heading("Figures"), claims_table(results, 2), claims_table(results, 1)]
+    shown += [Heading("Controls"), Items(controls(results)), Text(_compared(results))]
+    for picture in pictures:
+        drawing = Drawing(f"scaling-{picture.name}", picture.title, picture.caption(evidence), picture.svg(evidence))
+        shown += [Heading(picture.title), drawing]
+    shown.append(Heading("Capacity"))
+    if (capacity := results["capacity"]) is None:
+        shown.append(Text(_NO_CAPACITY))
+    else:
+        shown += capacity_report.blocks(capacity, CAPACITY)
+    return [*shown, Heading("Method"), *map(Text, _METHOD), Heading("Conditions"), Text(conditions(results))]
+
+
+def claims_table(results: Results, degree: int) -> Table:
+    """The claims of a degree with every figure that decides."""
+    claims = [claim for claim in (*CLAIMS, *WITNESSES) if claim.degree == degree]
+    cells = _quadratic_cells if degree == 2 else _linear_cells
+    rows = []
+    for claim in claims:
+        each = results[claim.series]
+        rows.append(
+            {
+                f"seconds(n) = a + bn{' + cn²' if degree == 2 else ''}": claim.name,
+                "a, ms": f"{1e3 * each['a']:.3g}",
+                **cells(each),
+                f"{'cubic' if degree == 2 else 'quadratic'} term": f"{each['next_share']:.1%}",
+                "largest misfit": f"{each['misfit']:.1%}",
+                "longest extrapolated": f"{each['leave_longest_out_error']:.1%} off",
+                "verdict": "holds" if each["holds"] else "refused",
+            }
+        )
+    return Table([list(rows[0]), *(list(row.values()) for row in rows)])
+
+
+def _quadratic_cells(each: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        "b, µs/token": f"{1e6 * each['b']:.3g}",
+        "c, ns/token² (95 %)": f"{1e9 * each['c']:.3g} ({1e9 * each['c_low']:.3g}…{1e9 * each['c_high']:.3g})",
+        "n* = b/c, tokens (95 %)": _lengths(each, "n_star"),
+        "longest, tokens": f"{each['longest']:,.0f}" + ("" if each["reach"] is None else f" = {each['reach']:.1f} n*"),
+        "BIC(linear) - BIC(quadratic)": f"{each['bic_linear'] - each['bic_quadratic']:+.0f}",
+        "BIC(quadratic) - BIC(cubic)": f"{each['bic_quadratic'] - each['bic_cubic']:+.0f}",
+    }
+
+
+def _linear_cells(each: Mapping[str, Any]) -> dict[str, str]:
+    slope = f"{1e9 * each['slope']:.3g} ({1e9 * each['slope_low']:.3g}…{1e9 * each['slope_high']:.3g})"
+    return {
+        "b, ns/token (95 %)": slope,
+        "a/b, tokens (95 %)": _lengths(each, "crossover"),
+        "longest, tokens": f"{each['longest']:,.0f}",
+        "BIC(constant) - BIC(linear)": f"{each['bic_constant'] - each['bic_linear']:+.0f}",
+        "BIC(linear) - BIC(quadratic)": f"{each['bic_linear'] - each['bic_quadratic']:+.0f}",
+    }
+
+
+def controls(results: Results) -> list[str]:
+    """The verdicts on synthetic times and on the recurrent model, a line each."""
+    found, chunk = results["controls"], results["settings"]["chunk"]
+    model = "a recurrent model of equal size, in the same runtime, that reads"
+    asked = {**_RIVALS, "gru": f"{model} {chunk} tokens a run, as the server does", "gru_whole": f"{model} in one run"}
+    lines = []
+    for name, what in asked.items():
+        if f"{name}_rejects_quadratic" not in found:
+            lines.append(f"{what}: not measured")
+        elif found[f"{name}_rejects_quadratic"]:
+            objections = found[f"{name}_objections"]
+            alone = " (the only objection)" if len(objections) == 1 else ""
+            lines.append(f"{what}: no quadratic, because {'; '.join(objections)}{alone}")
+        else:
+            lines.append(f"{what}: **wrongly found quadratic**")
+    accepted = "found quadratic" if found["quadratic_accepted"] else "**wrongly refused**"
+    return [*lines, f"synthetic times that are quadratic: {accepted}"]
+
+
+def conditions(results: Results) -> str:
+    """Machine, settings, versions, and how to measure again."""
+    settings, machine = results["settings"], results["machine"]
+    packages = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
+    share = results["facts"]["others_share"]
+    others = "The load of other processes is unknown"
+    if share is not None:
+        doubt = ": **these figures are doubtful**" if share > NOISY else ""
+        others = f"Other processes took {share:.1%} of the machine{doubt}"
+    settled = ""
+    if settle := settings["settle"]:
+        settled = (
+            f"A prompt as long, but of at most {settle:,} tokens, precedes each sample and is not counted: caches and "
+            "threads are in the state that a sequence of requests leaves. "
+        )
+    measured = f"Measured {results['date']} on {machine['processor']}, {machine['cores']} processors, fp32; {packages}"
+    return (
+        f"{settings['num_lengths']} lengths a series, {settings['repeats']} samples of each, {settings['threads']} "
+        f"threads, chunks of {settings['chunk']} tokens; {results['seconds']:.0f} s in all. {settled}{measured}. "
+        f"{others}. `make scaling` measures again; every raw sample is in `{RESULTS}` under `series`, as pairs of a "
+        f"length and seconds (memory: bytes), and `python -m loadtest scaling --samples {RESULTS}` judges them again."
+    )
+
+
+def _verdict(results: Results) -> str:
+    prefill, decode = results["prefill"], results["decode"]
+    if results["quick"]:
+        return "A quick run, a smoke test: too few samples of too short texts for any verdict."
+    if not results["law_holds"]:
+        return "**The law is refused** on this machine with this version of the service."
+    return (
+        f"**The law holds.** Prefill takes a + bn + cn² with c = {1e9 * prefill['c']:.3g} ns/token² "
+        f"({1e9 * prefill['c_low']:.3g}…{1e9 * prefill['c_high']:.3g}) and n* = {_length(prefill['n_star'])} tokens: "
+        "beyond that, attention costs more than the linear part. A token with the KV cache is linear in its context, "
+        f"{1e9 * decode['slope']:.3g} ns per token of it; without the cache it is quadratic."
+    )
+
+
+def _compared(results: Results) -> str:
+    drift = results["drift"]
+    if drift["compared"] is None:
+        return f"Not compared with a baseline: {drift['reason']}."
+    ratios = (f"{name} {'-' if ratio is None else f'{ratio:.2f}'}" for name, ratio in drift["compared"].items())
+    return f"Ratios to the baseline: {', '.join(ratios)}."
+
+
+def _lengths(each: Mapping[str, Any], name: str) -> str:
+    return f"{_length(each[name])} ({_length(each[f'{name}_low'])}…{_length(each[f'{name}_high'])})"
+
+
+def _length(value: float | None) -> str:
+    """A crossover; None is infinite."""
+    return "∞" if value is None else f"{value:,.0f}"
