@@ -1,7 +1,7 @@
-"""A Hugging Face folder as a GGUF file: llama.cpp's own converter insists on a tokenizer that it knows.
+"""Converts a Hugging Face folder to GGUF. llama.cpp's own converter requires a tokenizer that it knows.
 
-GPT-2 and Llama with tied embeddings, float32 safetensors in one file. Matrices get the wanted type, norms, biases and
-positions stay float32. Runs in llama.cpp's environment, which has the package `gguf`.
+For GPT-2 and Llama with tied embeddings, from one float32 safetensors file. Matrices get the wanted type; norms, biases
+and positions stay float32. Runs in llama.cpp's environment, which has the package `gguf`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def write_gguf(folder: Path, path: Path, kind: str) -> None:
 
 
 def read_safetensors(path: Path) -> Mapping[str, Array]:
-    """The float32 tensors of one file, without the library: eight bytes of length, a JSON header, the values."""
+    """Float32 tensors of one file, read without the library `safetensors`."""
     raw = path.read_bytes()
     begin = 8 + int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8:begin])
@@ -87,7 +87,7 @@ def read_safetensors(path: Path) -> Mapping[str, Array]:
 
 
 def gpt2_tensors(weights: Mapping[str, Array], num_layers: int) -> Iterator[tuple[str, Array]]:
-    """Under llama.cpp's names; GPT-2 keeps its matrices input-first, GGUF output-first."""
+    """Tensors under llama.cpp's names, matrices transposed: GPT-2's are input-first."""
     yield "token_embd.weight", weights["transformer.wte.weight"]
     yield "position_embd.weight", weights["transformer.wpe.weight"]
     for part in ("weight", "bias"):
@@ -98,7 +98,7 @@ def gpt2_tensors(weights: Mapping[str, Array], num_layers: int) -> Iterator[tupl
 
 
 def llama_tensors(weights: Mapping[str, Array], config: Mapping[str, Any]) -> Iterator[tuple[str, Array]]:
-    """Under llama.cpp's names, query and key rows in its order of rotary pairs."""
+    """Tensors under llama.cpp's names, query and key rows in its order of rotary pairs."""
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     yield "token_embd.weight", weights["model.embed_tokens.weight"]
     yield "output_norm.weight", weights["model.norm.weight"]
@@ -111,7 +111,7 @@ def llama_tensors(weights: Mapping[str, Array], config: Mapping[str, Any]) -> It
 
 
 def interleave_pairs(weight: Array, num_heads: int) -> Array:
-    """Rows of each head from (first halves, second halves) of the rotated pairs to pair after pair."""
+    """Reorders each head's rows from split halves to interleaved rotary pairs."""
     halves = weight.reshape(num_heads, 2, -1, weight.shape[1])
     return halves.transpose(0, 2, 1, 3).reshape(weight.shape)
 

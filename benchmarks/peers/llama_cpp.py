@@ -1,10 +1,8 @@
-"""llama.cpp through llama-cpp-python's low-level functions: a sequence for each prompt, greedy by arg-max.
+"""llama.cpp through llama-cpp-python's low-level functions: one sequence for each prompt, greedy decoding.
 
-Four bits are q4_0: its quantizer's own choice for every tensor of a file of that type, and the type whose weights it
-rearranges, when it loads them, for the widest instructions of the processor.
-
-On a processor with AMX its rearranged weights are switched off for q8_0: in llama-cpp-python 0.3.36 their AMX path
-crashes on the first call. Keys and values are float16, its own default, flash attention on.
+Four bits are q4_0, as its own quantizer makes it: llama.cpp repacks this type at load for the processor's widest
+instructions. Repacking is off for q8_0 on a processor with AMX, where it crashes llama-cpp-python 0.3.36. K/V is
+float16, its default; flash attention is on.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from benchmarks.peers.protocol import Options, System, main
 
 _ERROR_LEVEL = 4
 _QUANTIZED = {"q4_0": "LLAMA_FTYPE_MOSTLY_Q4_0"}
-"""Precisions that llama.cpp's own quantizer makes of a file in float32, with its name of the type."""
+"""Precisions that llama.cpp's own quantizer makes from a float32 file, with its names for them."""
 _ROOM_MULTIPLE = 256
 _MICRO_BATCH = 512
 _Fed = tuple[int, int, int, bool]
@@ -29,7 +27,7 @@ _Fed = tuple[int, int, int, bool]
 
 
 class LlamaCpp(System):
-    """Precisions are GGUF's names of types, in lower case."""
+    """Precisions are GGUF's type names in lower case."""
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
@@ -42,7 +40,7 @@ class LlamaCpp(System):
         self._log: Any = None
 
     def prepare(self) -> None:
-        """Writes the GGUF file, or has llama.cpp's quantizer make it of the one in float32."""
+        """Writes the GGUF file; a quantized one is made from float32 by llama.cpp."""
         precision = self._options.precision
         if self._file.exists():
             return
@@ -55,7 +53,7 @@ class LlamaCpp(System):
         self._quantize(whole, _QUANTIZED[precision])
 
     def _quantize(self, whole: Path, kind: str) -> None:
-        """Makes the file of one in float32."""
+        """Quantizes a float32 file."""
         library, staged = self._start(), self._file.with_suffix(".part")
         settings = library.llama_model_quantize_default_params()
         settings.ftype = getattr(library, kind)
@@ -65,7 +63,7 @@ class LlamaCpp(System):
         staged.rename(self._file)
 
     def load(self) -> str:
-        """Returns the version of llama-cpp-python, which names that of llama.cpp."""
+        """Loads the model; returns llama-cpp-python's version."""
         llama_cpp = self._start()
         settings = llama_cpp.llama_model_default_params()
         settings.n_gpu_layers = 0
@@ -78,7 +76,7 @@ class LlamaCpp(System):
         return f"llama-cpp-python {llama_cpp.__version__}"
 
     def _start(self) -> Any:
-        """The library, whose errors are printed and nothing else of what it says."""
+        """The initialized library. It prints errors only."""
         if self._library is not None:
             return self._library
         import llama_cpp
@@ -94,7 +92,7 @@ class LlamaCpp(System):
         return self._library
 
     def generate(self, prompts: Sequence[Sequence[int]], new: int) -> list[list[int]]:
-        """Prompts one after the other, then all sequences together, a token at a time."""
+        """Prefills prompt by prompt, then decodes all sequences together."""
         library, length = self._library, len(prompts[0])
         self._make_context(length + new, len(prompts))
         library.llama_memory_clear(library.llama_get_memory(self._context), False)  # noqa: FBT003 (theirs)
@@ -114,7 +112,7 @@ class LlamaCpp(System):
             library.llama_batch_free(batch)
 
     def _make_context(self, length: int, sequences: int) -> None:
-        """A context with room for all; kept while it fits, for making one is not part of answering."""
+        """Creates a context of this size, or reuses it: its creation is not timed."""
         room = -(-length // _ROOM_MULTIPLE) * _ROOM_MULTIPLE
         if self._context_key == (room, sequences):
             return

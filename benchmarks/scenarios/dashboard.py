@@ -9,7 +9,6 @@ recording rule without data, or a rule that cannot be evaluated is a failure.
 from __future__ import annotations
 
 import asyncio
-import io
 import itertools
 import json
 import random
@@ -23,13 +22,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc.aio
-import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from benchmarks.frame.models import draw
+from benchmarks.frame.pictures import drawing
 from benchmarks.frame.scenario import ModelSettings, Results, Run, Scenario, cores, option
 from benchmarks.frame.streams import connected, greedy
 from benchmarks.frame.tables import conditions, subject
@@ -298,10 +296,8 @@ def render(results: Results) -> str:
 def draw_picture(results: Results) -> str:
     """Every panel over time, as SVG."""
     answered: Sequence[Answered] = results["answered"]
-    stream = io.StringIO()
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "dashboard", "font.size": 7, "axes.titlesize": 8}):
-        lines = -(-len(answered) // _COLUMNS)
-        figure = Figure(figsize=(3.0 * _COLUMNS, 1.75 * lines), layout="constrained")
+    lines = -(-len(answered) // _COLUMNS)
+    with drawing("dashboard", 3.0 * _COLUMNS, 1.75 * lines, font_size=7) as (figure, svg):
         grid = figure.subplots(lines, _COLUMNS, squeeze=False, sharex=True)
         for axes, each in itertools.zip_longest(grid.flat, answered):
             if each is None:
@@ -311,8 +307,7 @@ def draw_picture(results: Results) -> str:
         for axes in [column[: len(answered[place::_COLUMNS])][-1] for place, column in enumerate(grid.T)]:
             axes.tick_params(labelbottom=True)
             axes.set_xlabel("s")
-        figure.savefig(stream, format="svg", facecolor="white", metadata={"Date": None})
-    return stream.getvalue()
+    return svg.getvalue()
 
 
 def _draw_panel(axes: Axes, answered: Answered, start: float) -> None:
@@ -330,7 +325,7 @@ def _draw_panel(axes: Axes, answered: Answered, start: float) -> None:
         for when, value in series.points:
             row[places[when]] = value
     scale, unit = _scale(panel.unit, float(np.nanmax(heights)))
-    axes.set_title(f"{panel.title}{unit and f', {unit}'}", loc="left")
+    axes.set_title(f"{panel.title}{unit and f', {unit}'}", loc="left", fontsize=8)
     seconds, colors = np.array(times) - start, itertools.cycle(_COLORS)
     if panel.is_stacked:
         axes.stackplot(seconds, np.nan_to_num(heights) / scale, labels=names, colors=_COLORS, linewidth=0)

@@ -296,7 +296,8 @@ def render(results: Results) -> str:
         "",
         f"One more server costs {envoy['bytes_per_server'] / _KILOBYTE:.0f} kB and "
         f"{envoy['descriptors_per_server']:.1f} sockets; a health check "
-        f"{microseconds(envoy['cpu_seconds_per_check'], 1)} of processor time, a unary call {microseconds(envoy['cpu_seconds_per_call'], 1)}.",
+        f"{microseconds(envoy['cpu_seconds_per_check'], 1)} of processor time, a unary call "
+        f"{microseconds(envoy['cpu_seconds_per_call'], 1)}.",
         "",
         "## Prometheus",
         "",

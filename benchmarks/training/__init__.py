@@ -1,1 +1,1 @@
-"""Trainings that are compared: the ablation of the transformer, and recurrent baselines."""
+"""Training runs to compare: the transformer's ablation and recurrent baselines."""

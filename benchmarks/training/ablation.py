@@ -1,8 +1,7 @@
-"""The ablation's trainings: rows that differ from their experiment's base in one thing, each trained with every seed.
+"""The ablation's training runs: each row changes one setting of its experiment's base and is trained with every seed.
 
-A seed fixes weights, training texts and their order, the same for all rows. The optimizer is AdamW with one rate for
-all, in float32, because it treats every parameter alike; the preset's Muon, which is for matrices only, has a row of
-its own. The rate was chosen for the base.
+A seed fixes weights, training texts and their order for all rows. All rows use AdamW in float32 with one learning rate,
+chosen for the base. The preset's optimizer, Muon, has a row of its own.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class AblationError(RuntimeError):
 
 
 class Network(StrEnum):
-    """What is trained: the repository's transformer, or `benchmarks.training.gru`."""
+    """The repository's transformer or `benchmarks.training.gru`."""
 
     TRANSFORMER = "transformer"
     GRU = "gru"
@@ -149,10 +148,10 @@ def make_network(network: Network, config: ModelConfig, seed: int) -> EncoderDec
 
 
 def measure(run: Run) -> dict[str, Any]:
-    """Trains, and scores on test days that nothing was chosen by; JSON-ready.
+    """Trains, and scores on held-out test dates; JSON-ready.
 
-    `loss` is the training loss in nats per token, mean of the last twentieth of the updates; `curve` has pairs of a
-    step and the mean loss since the one before; `seconds_per_step` is the median update's.
+    `loss` is the mean training loss of the last 5 % of updates, in nats per token. `curve` has pairs of a step and the
+    mean loss since the previous pair. `seconds_per_step` is the median.
 
     Raises:
         AblationError: if the recipe has no data to train on.

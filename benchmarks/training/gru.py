@@ -1,14 +1,13 @@
-"""What came before: a recurrent encoder-decoder with additive attention, as large as the transformer beside it.
+"""Recurrent baseline: an encoder-decoder of GRUs with additive attention, as large as a given transformer.
 
     source → bidirectional GRU → annotations [→h_j; ←h_j]
     s_i = GRU(s_{i-1}, [y_{i-1}; c_i]),  c_i = Σ_j α_ij [→h_j; ←h_j],  α_i = softmax_j(vᵀ tanh(W s_{i-1} + U h_j))
 
-It is called as `EncoderDecoder` is and trained by the same loop, so that only the model differs. For the ablation table
-alone: it is neither exported nor served. Knows nothing of data or training.
+It has the interface of `EncoderDecoder` and the same training loop. Only the ablation uses it; it is never exported.
 
 Sources: Bahdanau et al., "Neural Machine Translation by Jointly Learning to Align and Translate" (2015), section 3 and
-appendix A; GRU, Cho et al. (2014). Its maxout readout is a tanh here, and the output table is the input's, as the
-transformer's is.
+appendix A; GRU, Cho et al. (2014). The maxout readout is replaced by tanh, and output embeddings are tied to the
+input's.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class RecurrentConfig:
 
 
 class RecurrentEncoderDecoder(nn.Module):
-    """A GRU reads the source both ways; another writes, looking back at every step through additive attention."""
+    """A bidirectional GRU encoder, and a GRU decoder with additive attention."""
 
     def __init__(self, config: RecurrentConfig) -> None:
         super().__init__()
@@ -56,10 +55,10 @@ class RecurrentEncoderDecoder(nn.Module):
     def encode(self, source_ids: Tensor, source_lengths: Tensor) -> tuple[Tensor, Tensor]:
         """`[B, S] int64` right-padded, lengths `[B]` in 1…S → annotations `[B, S, 2h]`, zero past each length, and s_0.
 
-        s_0 `[B, h]` comes from what the backward GRU knows after the first token, the whole source behind it.
+        s_0 `[B, h]` is computed from the backward GRU's last state.
         """
         embedded = self.tokens(source_ids) * self.scale
-        # Packing makes the backward GRU begin at each row's own last token rather than in the padding.
+        # Packing starts the backward GRU at each row's last token instead of in the padding.
         packed = nn.utils.rnn.pack_padded_sequence(
             embedded, source_lengths.cpu(), batch_first=True, enforce_sorted=False
         )
@@ -72,7 +71,7 @@ class RecurrentEncoderDecoder(nn.Module):
     ) -> Tensor:
         """Teacher forcing: `[B, S]`, `[B]`, `[B, T]` → logits `[B, T, V]` of each next target token.
 
-        `attend` is there because a transformer has a choice of formulations; the recurrent one has its own.
+        `attend` is ignored; the interface is the transformer's.
         """
         del attend
         annotations, state = self.encode(source_ids, source_lengths)
@@ -90,12 +89,10 @@ class RecurrentEncoderDecoder(nn.Module):
 
 
 def equal_size(config: ModelConfig) -> RecurrentConfig:
-    """The recurrent model whose number of parameters is nearest to that of a transformer with one shared token table.
-
-    It keeps `d_model` and the vocabulary, and `hidden` is found by bisection over models that are built but not filled.
+    """The recurrent model nearest in parameters to a transformer with shared embeddings; same `d_model` and vocabulary.
 
     Raises:
-        ValueError: when source and target have tables of their own, or no `hidden` comes near.
+        ValueError: if embeddings are not shared, or no `hidden` comes near.
     """
     has_one_table = config.tie_embeddings and config.share_embeddings and config.source_vocab_size == config.vocab_size
     if not (config.is_encoder_decoder and has_one_table):
@@ -112,10 +109,10 @@ def equal_size(config: ModelConfig) -> RecurrentConfig:
 
 
 def build_recurrent(config: RecurrentConfig, seed: int) -> RecurrentEncoderDecoder:
-    """A model with fresh weights that are a function of (config, seed), in training mode, float32 on the CPU.
+    """A model with weights that are a function of (config, seed), in training mode, float32 on the CPU.
 
-    Recurrent matrices start orthogonal, gate by gate (Bahdanau et al., appendix B.1), so that what a state holds
-    neither fades nor grows; the rest is Glorot's, biases are zero, and tokens start as the transformer's do.
+    Recurrent matrices start orthogonal for each gate (Bahdanau et al., appendix B.1), other matrices by Glorot, biases
+    at zero, embeddings as the transformer's.
     """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)

@@ -4,15 +4,13 @@
 
     tokens → embedding → GRU → GRU → projection → the embedding again, as output head → logits after the last token
 
-As many GRU layers as the transformer has decoder layers, its width and vocabulary, and as many units as make the number
-of parameters nearest to its own. Every token costs the same: what times it must not find a quadratic. Weights are
-random, which times do not depend on. Texts are read in chunks, as the server reads them: what is kept from one to the
-next is a state of fixed size, so that nothing of a long text has to leave the caches. A chunk as long as the text reads
-it in one run, and what lies between the layers is as long as the text.
+It has the transformer's number of decoder layers, width and vocabulary, and about as many parameters. Every token costs
+the same, so its times must be linear in the length. Weights are random: times do not depend on them. Texts are read in
+chunks, as the server reads them, with a state of fixed size between chunks.
 
-A child that is asked over pipes: its first line on stdout says what it is, then each line on stdin is JSON token ids,
-and each answer the seconds they took. Knows nothing of the study. Source of the recurrence: Cho et al., "Learning
-Phrase Representations using RNN Encoder-Decoder" (2014), with the reset gate behind the product, as cuDNN has it.
+A child process over pipes: the first line on stdout describes the model; then each line on stdin is JSON token ids, and
+each answer their seconds. Source of the recurrence: Cho et al., "Learning Phrase Representations using RNN
+Encoder-Decoder" (2014), with the reset gate after the product, as in cuDNN.
 """
 
 from __future__ import annotations
@@ -53,14 +51,14 @@ class RecurrentShape:
 
     @property
     def num_parameters(self) -> int:
-        """How many trained numbers such a model has."""
+        """Trained parameters."""
         inputs = [self.d_model, *[self.units] * (self.num_layers - 1)]
         layers = sum(_GATES * self.units * (width + self.units + 2) for width in inputs)
         return self.vocab_size * self.d_model + layers + self.units * self.d_model
 
 
 def equal_size(config: ModelConfig) -> RecurrentShape:
-    """The recurrent model whose number of parameters is nearest to that of a decoder-only transformer.
+    """The recurrent model nearest in parameters to a decoder-only transformer.
 
     Raises:
         ValueError: for an encoder-decoder, or when no number of units comes near.
@@ -84,7 +82,7 @@ def equal_size(config: ModelConfig) -> RecurrentShape:
 
 
 def make_weights(shape: RecurrentShape, seed: int) -> dict[str, Float32]:
-    """Uniform in ±1/√units, as frameworks begin; `w`, `r` and `b` of a layer lie as the ONNX operator wants them."""
+    """Uniform in ±1/√units; `w`, `r` and `b` of a layer in the ONNX operator's layout."""
     rng = np.random.default_rng(seed)
     bound = shape.units**-0.5
 
@@ -103,7 +101,7 @@ def make_weights(shape: RecurrentShape, seed: int) -> dict[str, Float32]:
 def make_graph(shape: RecurrentShape, weights: Mapping[str, Float32]) -> onnx.ModelProto:
     """One chunk of a text: `token_ids` `[n] int64` and `state_i` → `logits` `[1, V]` after the last of them, `next_i`.
 
-    The state of layer i, `[1, 1, units] float32`, is all that a chunk knows of those before it.
+    The state of layer i is `[1, 1, units] float32`.
     """
     initializers = [numpy_helper.from_array(array, name) for name, array in weights.items()]
     initializers.append(numpy_helper.from_array(np.array([0], np.int64), "axis_0"))
@@ -113,7 +111,7 @@ def make_graph(shape: RecurrentShape, weights: Mapping[str, Float32]) -> onnx.Mo
         helper.make_node("Unsqueeze", ["embedded", "axis_1"], ["hidden_0"]),
     ]
     for layer in range(shape.num_layers):
-        # Of the last layer only what it says of the last token is wanted, which is its state.
+        # The last layer's output for the last token is its state.
         is_last = layer == shape.num_layers - 1
         inputs = [f"hidden_{layer}", f"w_{layer}", f"r_{layer}", f"b_{layer}", "", f"state_{layer}"]
         outputs = ["" if is_last else f"all_{layer}", f"next_{layer}"]
@@ -145,14 +143,14 @@ def make_graph(shape: RecurrentShape, weights: Mapping[str, Float32]) -> onnx.Mo
 
 
 def open_session(model: onnx.ModelProto, threads: int) -> Any:
-    """The graph on the CPU provider, with the threads that the server's graphs have."""
+    """A session on the CPU provider."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
 def read(session: Any, shape: RecurrentShape, token_ids: npt.NDArray[np.int64], chunk: int) -> Float32:
-    """A text from its beginning, `[n]`, so many tokens a run; the logits after its last token, `[V]`."""
+    """Reads a text `[n]` in chunks; logits after its last token, `[V]`."""
     state = [np.zeros((1, 1, shape.units), np.float32)] * shape.num_layers
     logits = np.zeros((1, shape.vocab_size), np.float32)
     for start in range(0, len(token_ids), chunk):
