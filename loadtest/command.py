@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Self
 
 import grpc
@@ -97,18 +97,18 @@ class ServerSettings:
         if not self.warmups:
             return
         # Other prompts than the run's, which must not hit the cache.
-        driver = new_driver(client, replace(self.load, cancel_share=0.0), _WARMUP_STREAM)
+        driver = new_driver(client, self.load, _WARMUP_STREAM, cancel_share=0.0)
         run = await driver.closed_loop(1, count=self.warmups)
         for record in run.records:
             if record.code != "OK":
                 raise RuntimeError(f"a request of the warm-up ended with {record.code}: {record.detail}")
 
 
-def new_driver(client: Client, load: LoadOptions, stream: int = 0) -> Driver:
-    """A driver of this load; different streams have different prompts."""
+def new_driver(client: Client, load: LoadOptions, stream: int = 0, **changes: Any) -> Driver:
+    """A driver of this load, with changes to its workload; different streams have different prompts."""
     return Driver(
         client,
-        load.workload(client.facts.vocab_size, stream),
+        load.workload(client.facts.vocab_size, stream, **changes),
         timeout_seconds=load.timeout_seconds,
         drain_seconds=load.drain_seconds,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +17,7 @@ from loadtest.core.access import Access, Parser, add_access, read_access
 from loadtest.core.arrivals import Arrivals, Pattern, read_trace
 from loadtest.core.figures import METRICS, Wanted, parse_objectives
 from loadtest.core.wire import Sampling
-from loadtest.core.workload import Lengths, Workload, parse_lengths
+from loadtest.core.workload import Workload, parse_lengths
 
 T = TypeVar("T")
 _LENGTHS = "N, uniform:LEAST:MOST, geometric:MEAN or file:PATH"
@@ -64,12 +65,8 @@ class LoadOptions:
     """The validated options. `arrivals` is None in a closed loop, `requests` None if no count ends the run."""
 
     model: str
-    prompt_tokens: Lengths
-    max_tokens: Lengths
-    prefix_tokens: int
-    prefix_share: float
-    cancel_share: float
-    cancel_after_seconds: float
+    make_workload: Callable[..., Workload]
+    """Takes a `vocab_size` and a `stream`."""
     vocab_size: int
     sampling: Sampling
     timeout_seconds: float | None
@@ -80,23 +77,13 @@ class LoadOptions:
     wanted: Wanted
     access: Access
 
-    def workload(self, vocab_size: int, stream: int = 0) -> Workload:
+    def workload(self, vocab_size: int, stream: int = 0, **changes: Any) -> Workload:
         """The requests for a vocabulary; different streams have different prompts.
 
         Raises:
             ValueError: naming every field that does not fit.
         """
-        return Workload(
-            prompt_tokens=self.prompt_tokens,
-            max_tokens=self.max_tokens,
-            vocab_size=self.vocab_size or vocab_size,
-            prefix_tokens=self.prefix_tokens,
-            prefix_share=self.prefix_share,
-            cancel_share=self.cancel_share,
-            cancel_after_seconds=self.cancel_after_seconds,
-            seed=self.seed,
-            stream=stream,
-        )
+        return self.make_workload(vocab_size=self.vocab_size or vocab_size, stream=stream, **changes)
 
 
 def read_options(values: Any) -> LoadOptions:
@@ -132,15 +119,19 @@ def read_options(values: Any) -> LoadOptions:
         access = read_access(values)
     except ValueError as error:
         problems.append(str(error))
-    requests = read("requests", int, 0, fits=not_negative)
+    requests, seed = read("requests", int, 0, fits=not_negative), read("seed", int, 0)
     options = LoadOptions(
         model=read("model", str, ""),
-        prompt_tokens=read("prompt_tokens", lambda text: parse_lengths(text, "--prompt-tokens"), one),
-        max_tokens=read("max_tokens", lambda text: parse_lengths(text, "--max-tokens", column=1), one),
-        prefix_tokens=read("prefix_tokens", int, 0, fits=not_negative),
-        prefix_share=read("prefix_share", float, 1.0, fits=is_share),
-        cancel_share=read("cancel_share", float, 0.0, fits=is_share),
-        cancel_after_seconds=read("cancel_after", float, 1.0, fits=lambda value: value > 0.0),
+        make_workload=partial(
+            Workload,
+            prompt_tokens=read("prompt_tokens", lambda text: parse_lengths(text, "--prompt-tokens"), one),
+            max_tokens=read("max_tokens", lambda text: parse_lengths(text, "--max-tokens", column=1), one),
+            prefix_tokens=read("prefix_tokens", int, 0, fits=not_negative),
+            prefix_share=read("prefix_share", float, 1.0, fits=is_share),
+            cancel_share=read("cancel_share", float, 0.0, fits=is_share),
+            cancel_after_seconds=read("cancel_after", float, 1.0, fits=lambda value: value > 0.0),
+            seed=seed,
+        ),
         vocab_size=read("vocab_size", int, 0, fits=not_negative),
         sampling=Sampling(
             temperature=read("temperature", float, 0.0, fits=not_negative),
@@ -148,7 +139,7 @@ def read_options(values: Any) -> LoadOptions:
         ),
         timeout_seconds=read("timeout", float, 0.0, fits=not_negative) or None,
         drain_seconds=read("drain", float, 60.0, fits=not_negative),
-        seed=read("seed", int, 0),
+        seed=seed,
         arrivals=_arrivals(read, problems),
         requests=requests or None,
         wanted=Wanted(
