@@ -15,7 +15,7 @@ import pkgutil
 import shlex
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from pathlib import Path
@@ -41,6 +41,7 @@ def option(
     above: float | None = None,
     choices: Collection[str] = (),
     quick: Any = None,
+    spaced: bool = False,
 ) -> Any:
     """A field of a scenario's settings.
 
@@ -52,8 +53,10 @@ def option(
         above: numbers must exceed this.
         choices: allowed values.
         quick: value under `--quick`, unless the option is given.
+        spaced: whether several values may be arguments of their own, beside commas.
     """
-    metadata = {"text": text, "flag": flag, "least": least, "above": above, "choices": choices, "quick": quick}
+    metadata = {"text": text, "flag": flag, "least": least, "above": above, "choices": choices}
+    metadata |= {"quick": quick, "spaced": spaced}
     return field(metadata=metadata) if default is MISSING else field(default=default, metadata=metadata)
 
 
@@ -210,7 +213,7 @@ class Scenario(Generic[_Settings]):
             parser.add_argument("--docs", action="store_true", default=False, help=text)
         given = vars(parser.parse_args(arguments))
         is_quick, resume, docs, build = (given.pop(name, False) for name in ("quick", "resume", "docs", "build"))
-        values = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+        values = {name: tuple(_flat(value)) if isinstance(value, list) else value for name, value in given.items()}
         if is_quick:
             small = {each.name: each.metadata.get("quick") for each in fields(self.settings)}  # type: ignore[arg-type]
             values = {name: value for name, value in small.items() if value is not None} | values
@@ -249,10 +252,16 @@ def _add(parser: argparse.ArgumentParser, each: Field[Any], hint: Any) -> None:
         *_flags(each),
         dest=each.name,
         action="extend" if is_many else "store",
+        nargs="*" if about["spaced"] else None,
         metavar=kind.__name__.upper() + ",…" * is_many,
         type=(lambda text: [read(part) for part in text.split(",") if part]) if is_many else read,
         help=f"{about['text']} (default: {','.join(map(str, each.default)) if is_many else each.default})",
     )
+
+
+def _flat(values: list[Any]) -> Iterator[Any]:
+    for value in values:
+        yield from value if isinstance(value, list) else [value]
 
 
 def _flags(each: Field[Any]) -> list[str]:

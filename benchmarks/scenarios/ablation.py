@@ -34,7 +34,7 @@ _NAMES = tuple(row.name for row in ROWS)
 class AblationSettings:
     """Which runs. Figures of other runs than the default are for `build`, not for the documents."""
 
-    rows: tuple[str, ...] = option(_NAMES, "of the table", choices=_NAMES, quick=("base", "gru"))
+    rows: tuple[str, ...] = option(_NAMES, "of the table", choices=_NAMES, quick=("base", "gru"), spaced=True)
     seeds: int = option(3, "runs of each row", least=1, quick=1)
     steps: int = option(0, "updates of each run; 0: what each experiment has", least=0, quick=4)
     jobs: int = option(cores(), "runs side by side", least=1)
@@ -46,7 +46,7 @@ def measure(settings: AblationSettings, run: Run) -> dict[str, Any]:
     try:
         rows = [row for row in ROWS if row.name in settings.rows]
         runs = plan(rows, settings.seeds, steps=settings.steps or None, overrides=settings.overrides)
-    except RecipeError as error:
+    except (RecipeError, AblationError) as error:
         raise ArgumentError(str(error)) from error
     facts = {"versions": versions(), "code": code_hash(), "steps": settings.steps, "overrides": settings.overrides}
     journal = run.journal("ablation", facts)

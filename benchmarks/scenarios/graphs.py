@@ -49,9 +49,9 @@ class GraphsSettings(Settings):
     artifacts: tuple[Path, ...] = option(text="decoder-only artifacts")
     threads: int = option(1, "within an operator", least=1)
     rounds: int = option(7, "of all graphs", least=1, quick=1)
-    prefill: tuple[str, ...] = option(("512:256", "1024:256"), "TOKENS:CHUNK")
-    decode: tuple[str, ...] = option(("1:128", "8:128", "32:128"), "ROWS:PAST")
-    variants: tuple[str, ...] = option(_VARIANTS, "of each artifact", choices=_VARIANTS)
+    prefill: tuple[str, ...] = option(("512:256", "1024:256"), "TOKENS:CHUNK", spaced=True)
+    decode: tuple[str, ...] = option(("1:128", "8:128", "32:128"), "ROWS:PAST", spaced=True)
+    variants: tuple[str, ...] = option(_VARIANTS, "of each artifact", choices=_VARIANTS, spaced=True)
     profile: bool = option(False, "list operators' milliseconds")  # noqa: FBT003
 
 
@@ -250,6 +250,8 @@ def _flash_attention(allowed: bool) -> Iterator[None]:  # noqa: FBT001 (it has n
 
 def _pair(text: str) -> tuple[int, int]:
     first, _, second = text.partition(":")
+    if not (first.isdecimal() and second.isdecimal()):
+        raise ArgumentError(f"is {text!r}, must be two whole numbers as 1:128")
     return int(first), int(second)
 
 

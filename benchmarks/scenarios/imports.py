@@ -324,7 +324,7 @@ def _compare_beams(
 class ImportSettings:
     """Which cases."""
 
-    only: tuple[str, ...] = option((), "cases or families; none: all", quick=("gpt2-tied",))
+    only: tuple[str, ...] = option((), "cases or families; none: all", quick=("gpt2-tied",), spaced=True)
     rounds: int = option(1, f"of {LARGE}; the slowest and the largest count", least=1)
     size: str = option("gpt2-124m", quick="tiny")
 

@@ -33,7 +33,7 @@ from benchmarks.frame.rounds import interleaved
 from benchmarks.frame.scenario import ModelSettings, Results, Run, Scenario, cores, option
 from benchmarks.frame.servers import cpu_seconds, proportional_bytes
 from benchmarks.frame.statistics import percentiles
-from benchmarks.frame.streams import connected
+from benchmarks.frame.streams import connected, greedy
 from benchmarks.frame.tables import microseconds, milliseconds, subject, table, verdict
 from benchmarks.infra.clock_server import clock_server
 from benchmarks.infra.envoy import balancing
@@ -285,13 +285,9 @@ async def _cached_share(target: str, asked: Sequence[Sequence[int]], *, has_keys
     cached = 0
     async with connected(target) as stub:
         for prompt in asked:
-            request = pb.GenerateRequest(
-                token_ids=pb.TokenIds(ids=prompt),
-                sampling=pb.SamplingParams(temperature=0.0),
-                stopping=pb.StoppingParams(max_tokens=1),
-            )
             metadata = [(ROUTING_KEY, routing_key(prompt))] if has_keys else []
-            cached += (await stub.Generate(request, metadata=metadata)).usage.cached_tokens
+            answer = await stub.Generate(greedy(pb.GenerateRequest, prompt, 1), metadata=metadata)
+            cached += answer.usage.cached_tokens
     return cached / sum(map(len, asked))
 
 

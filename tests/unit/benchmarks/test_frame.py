@@ -24,7 +24,7 @@ class SheepSettings(Settings):
     """Settings of the scenario below."""
 
     field: Path = option(text="where they are")  # noqa: RUF009
-    names: tuple[str, ...] = option(("dolly",), "of sheep", choices=("dolly", "shaun"))
+    names: tuple[str, ...] = option(("dolly",), "of sheep", choices=("dolly", "shaun"), spaced=True)
     pens: tuple[int, ...] = option((4, 9), "sizes", least=1, quick=(2,))
     seconds: float = option(9.0, "to count for", flag="for while", above=0.0, quick=1.0)
     wool: bool = option(False, "weigh it too")
@@ -65,6 +65,8 @@ def test_settings_are_options_and_what_is_not_given_is_default_or_under_quick_sm
     assert (run.is_quick, run.resume) == (False, False)
     repeated, *_ = SHEEP.parse(["hill", "--while", "2.5", "--pens", "7", "--pens", "8", "--threads", "3", "--wool"])
     assert repeated == settings
+    for given, names in ((["dolly", "shaun"], ("dolly", "shaun")), (["dolly,shaun"], ("dolly", "shaun")), ([], ())):
+        assert SHEEP.parse(["hill", "--names", *given])[0].names == names
     settings, run, _ = SHEEP.parse(["hill", "--quick", "--for", "3", "--resume"])
     assert settings == SheepSettings(field=Path("hill"), pens=(2,), seconds=3.0, hidden=1), "given options win"
     assert (run.is_quick, run.resume) == (True, True)
@@ -126,7 +128,9 @@ def test_what_cannot_be_measured_is_said_and_writes_nothing(folders: Path, capsy
         ("fleet", ["--servers", "3,2"]),
         ("quality", ["none", "none"]),
         ("graphs", ["none", "--variants", "plain"]),
+        ("graphs", ["none", "--variants", "plain", "--prefill", "--decode", "one"]),
         ("ablation", ["--set", "none=1"]),
+        ("ablation", ["--set", "seed=1"]),
         ("ablation", ["--resume"]),
     ],
 )
