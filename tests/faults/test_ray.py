@@ -498,4 +498,3 @@ def test_what_it_costs_is_measured_beside_the_direct_way(tmp_path: Path, monkeyp
     assert results["cached"]["ray_with_key"] == results["cached"]["single"] == pytest.approx(12 * 128 / (16 * 132))
     assert results["cached"]["ray_without_key"] < results["cached"]["ray_with_key"]
     assert results["passed"]
-    assert "| ray |" in scaling_out.render(results)
