@@ -192,7 +192,7 @@ def load(path: Path, config: ModelConfig | None = None) -> tuple[GoldenCase, ...
 
 def _read_case(arrays: ArrayFile, number: int, entry: Mapping[str, Any], config: ModelConfig | None) -> GoldenCase:
     """Unpacks rows and logits, each only if its size fits the model."""
-    name, num_sources = str(entry["name"]), int(entry["sources"])
+    name = str(entry["name"])
     steps = tuple(tuple(Feed(*map(int, feed)) for feed in step) for step in entry["steps"])
     logits = f"{number}/logits"
     _, vocab_size = arrays.shape(logits, np.floating, 2)
@@ -200,8 +200,8 @@ def _read_case(arrays: ArrayFile, number: int, entry: Mapping[str, Any], config:
     if config is not None:
         sequence_limits = config.context, config.vocab_size
         source_limits = config.source_context, config.source_vocab_size
-        if config.is_encoder_decoder != bool(num_sources):
-            raise ValueError(f"{name}: has {num_sources} sources, the model is {config.architecture}")
+        if config.is_encoder_decoder != bool(entry["sources"]):
+            raise ValueError(f"{name}: has {entry['sources']} sources, the model is {config.architecture}")
         if config.is_encoder_decoder and any(feed.count != 1 for step in steps for feed in step):
             raise ValueError(f"{name}: feeds several tokens at once to an encoder-decoder")
         if vocab_size != config.vocab_size:
@@ -209,10 +209,12 @@ def _read_case(arrays: ArrayFile, number: int, entry: Mapping[str, Any], config:
 
     def read(kind: str, count: int, limits: tuple[int, int] | None) -> tuple[Int64, ...]:
         rows = range(count)
+        if len(rows) != count:
+            raise ValueError(f"{name}: has {count} rows of kind {kind}")
         return tuple(read_ids(arrays, f"{number}/{kind}/{row}", f"{name}: {kind} {row}", limits) for row in rows)
 
     sequences = read("sequence", entry["sequences"], sequence_limits)
-    sources = read("source", num_sources, source_limits)
+    sources = read("source", entry["sources"], source_limits)
     return GoldenCase(name, sequences, sources, steps, arrays.read(logits, np.floating, 2).astype(np.float32))
 
 

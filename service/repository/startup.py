@@ -24,9 +24,9 @@ from model.spec.golden import tolerance_of
 from service.config import Kernels, ServeConfig
 from service.engine.engine import Engine, LastRun
 from service.engine.interfaces import StepEngine
-from service.engine.sessions.session import share_threads
+from service.engine.sessions.session import GraphError, share_threads
 from service.engine.types import Device
-from service.errors import StartupError
+from service.errors import StartupError, report_failure
 from service.repository.kv_pool import KVPool
 from service.repository.loading import build_engines, load_models, settle_device, share_memory
 from service.repository.models import Parity, ServedModel
@@ -99,7 +99,11 @@ def prepare(config: ServeConfig, model: ServedModel, kv_bytes: int, last_run: La
     kv = {model.name: kv_bytes}
     engine = build_engines(config.models, [model], config, last_run, kv, is_serving=True)[model.name]
     session_seconds = time.monotonic() - began
-    parity = prove(model, engine)
+    try:
+        parity = prove(model, engine)
+    except GraphError as error:
+        failure = report_failure(f"{model.name}: a graph failed in the replay of golden cases", error)
+        raise StartupError([f"its golden cases could not be replayed, {failure.error_id}"]) from error
     if not parity.passed:
         raise StartupError([f"golden cases failed: {failed_cases(parity)}"])
     return Prepared(engine, parity, session_seconds)

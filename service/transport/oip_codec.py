@@ -269,5 +269,5 @@ def _set_many(message: Message, field: FieldDescriptor, value: Any, limits: Requ
         raise InvalidRequest(path, len(content), f"must have at most {most} entries")
     try:
         json_format.ParseDict({field.name: content}, message)
-    except json_format.ParseError as error:
+    except (json_format.ParseError, OverflowError) as error:  # a number of hundreds of digits overflows
         raise InvalidRequest(path, value, f"{limit} of its type's entries") from error

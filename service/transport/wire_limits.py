@@ -177,6 +177,7 @@ def _walk(data: bytes, fields: Mapping[int, _Field], max_fields: int) -> Iterato
         _Malformed, IndexError: when the bytes are no message.
     """
     counts: dict[str, int] = {}
+    limits: dict[str, int] = {}
     outer: list[tuple[int, Mapping[int, _Field]]] = []
     at, end, num_fields = 0, len(data), 0
     while True:
@@ -221,7 +222,7 @@ def _walk(data: bytes, fields: Mapping[int, _Field], max_fields: int) -> Iterato
         if field.limit is not None:
             is_single = wire_type == field.wire_type
             num_entries = 1 if is_single else (yield from _num_packed(field, wire_type, data, start, at))
-            _count(counts, field, field.limit, num_entries)
+            _count(counts, limits, field, field.limit, num_entries)
         if field.fields is not None and wire_type == _DELIMITED:
             outer.append((end, fields))
             at, end, fields = start, at, field.fields
@@ -241,10 +242,14 @@ def _num_packed(field: _Field, wire_type: int, data: bytes, start: int, end: int
     return num_entries
 
 
-def _count(counts: dict[str, int], field: _Field, limit: Limit, num_entries: int) -> None:
-    """Adds entries of a repeated field."""
+def _count(counts: dict[str, int], limits: dict[str, int], field: _Field, limit: Limit, num_entries: int) -> None:
+    """Adds entries of a repeated field; `limits` are those of the message, each read once."""
     count = counts[field.path] = counts.get(field.path, 0) + num_entries
-    if count > FREE and count > (most := limit.most()):
+    if count <= FREE:
+        return
+    if (most := limits.get(field.path)) is None:
+        most = limits[field.path] = limit.most()
+    if count > most:
         raise limit.error(field.path, f"{count} or more", f"must have at most {most} {limit.unit}")
 
 

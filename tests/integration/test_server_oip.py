@@ -173,6 +173,10 @@ BAD_REQUESTS = [
     (infer_request(max_tokens=2**40), "parameters.max_tokens: is out of its type's range"),
     (infer_request(stop="[1, 2]"), "parameters.stop: must be a JSON list of its type's entries"),
     (infer_request(logit_bias="[]"), "parameters.logit_bias: must be a JSON object"),
+    (
+        infer_request(logit_bias='{"1": 1' + "0" * 400 + "}"),
+        "parameters.logit_bias: must be a JSON object of its type's",
+    ),
     (infer_request(stop_token_ids="7"), "parameters.stop_token_ids: must be a JSON list"),
     (infer_request(ignore_eos="yes"), "parameters.ignore_eos: must be a truth value"),
     (infer_request(timeout="soon"), "parameters.timeout: must be a number of microseconds"),

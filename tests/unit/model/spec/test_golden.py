@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -260,6 +261,20 @@ def test_arrays_of_the_wrong_kind_are_refused(arrays: dict[str, np.ndarray], tmp
         np.savez(path, **{**found, **arrays})
     with pytest.raises(ValueError, match="not a set of golden cases"):
         golden.load(path)
+
+
+@pytest.mark.parametrize("count", [-1, -(2**70), 1.5, "1"])
+def test_a_count_of_sources_that_is_none_is_refused(count: object, tmp_path: Path) -> None:
+    """Such a case would be replayed without its sources, and prove an encoder that never ran."""
+    path = tmp_path / "golden.npz"
+    golden.save(path, [PAIR])
+    with np.load(path) as found:
+        arrays = dict(found)
+    (entry,) = json.loads(arrays["index"].tobytes())
+    arrays["index"] = np.frombuffer(json.dumps([entry | {"sources": count}]).encode(), np.uint8)
+    np.savez(path, **arrays)
+    with pytest.raises(ValueError, match="not a set of golden cases"):
+        golden.load(path, ENCODER)
 
 
 SIZES = {"context": 4, "d_model": 8, "num_layers": 1, "num_heads": 2, "d_ff": 8}

@@ -17,7 +17,10 @@ import pytest
 from model import kernels
 from service import app
 from service.config import ServeConfig, parse_command_line
+from service.engine.engine import LastRun
+from service.engine.sessions.session import GraphError
 from service.engine.types import Device
+from service.errors import StartupError
 from service.repository import startup
 from tests.servers import MODEL, engine_for, served_model
 
@@ -98,3 +101,14 @@ def test_threads_are_not_shared_where_spinning_ones_would_be_in_the_way(
     monkeypatch.setattr(startup, "load_models", lambda *_: (served_model(),))
     startup.start_up(ServeConfig(models=Path("unused"), **{"device": Device.CPU, **changes}))
     assert steps == ["share", "build"]
+
+
+def test_graph_that_fails_in_the_replay_makes_the_model_unfit(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = served_model()
+    engine = Mock(verify_golden=Mock(side_effect=GraphError("of /a/path")))
+    monkeypatch.setattr(startup, "build_engines", lambda *_, **__: {MODEL: engine})
+    with pytest.raises(StartupError) as refusal:
+        startup.prepare(ServeConfig(models=Path("unused")), model, 1, LastRun())
+    (problem,) = refusal.value.problems
+    assert problem.startswith("its golden cases could not be replayed, ")
+    assert "/a/path" not in problem
