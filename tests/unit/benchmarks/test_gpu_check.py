@@ -17,6 +17,12 @@ from model.spec import cost
 from model.training.presets import resolve
 
 
+@pytest.fixture(autouse=True)
+def no_options_of_this_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps the options of this very run from the tests that the check starts."""
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+
+
 def rows_of_speed(**changes: float) -> list[dict[str, Any]]:
     values = {"decode": 0.7, "prefill": 0.5, "theirs": 0.6} | changes
     rows = [
