@@ -6,6 +6,7 @@
     parity     both families in fp16 and bf16 against PyTorch in float32 on the same card
     captured   captured decode steps against eager ones, bit for bit
     batches    ragged, mixed, preempted and prefix-shared batches against the same requests alone
+    server     a server process: exports, proves, streams full batches, reloads under load, unloads, stops
     speed      the 1.1 B model's decode and prefill beside compiled transformers, as shares of the roofline
     law        the quadratic fit of prompts up to 32k tokens
     small      speed of the 110 M model, without promises
@@ -35,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BUILD = Path("build/gpu-check")
 LARGE, TINY = "benchmarks/models/llama-1.1b.toml", "benchmarks/models/llama-tiny.toml"
 SMALL = "llama-110m"
-TESTED = ("parity", "captured", "batches")
+TESTED = ("parity", "captured", "batches", "server")
 PARTS = (*TESTED, "speed", "law", "small")
 DECODE_SHARE = 0.6
 """Of the roofline, decoding one sequence of the large model."""

@@ -20,13 +20,17 @@ PROVIDER = "CUDAExecutionProvider"
 
 
 class HostLibrary:
-    """`libcudart` for a device of `num_bytes` in this host's memory; every call takes what C would take."""
+    """`libcudart` for a device of `num_bytes` in this host's memory; every call takes what C would take.
+
+    A copy to the device ends as late as CUDA allows: when the default stream is waited for, or copies back.
+    """
 
     def __init__(self, num_bytes: int = 1 << 20) -> None:
         self.num_bytes = num_bytes
         self.device: dict[int, Any] = {}
         self.pinned: dict[int, Any] = {}
         self.copies: list[tuple[int, int]] = []
+        self._underway: list[tuple[int, bytes]] = []
         self.num_cleared = 0
         # What the device answers when it is asked whether it works.
         self.health = 0
@@ -76,7 +80,14 @@ class HostLibrary:
         return 0
 
     def cudaDeviceSynchronize(self) -> int:  # noqa: N802
+        self._end_copies()
         return self.health
+
+    def cudaStreamSynchronize(self, stream: ctypes.c_void_p) -> int:  # noqa: N802
+        assert not stream.value
+        self._note_thread()
+        self._end_copies()
+        return 0
 
     def cudaGetLastError(self) -> int:  # noqa: N802
         self.num_cleared += 1
@@ -90,9 +101,18 @@ class HostLibrary:
         assert kind.value in (1, 2)
         assert on_host.value not in self.device
         assert num_bytes.value <= len(self.device[on_device.value or 0])
-        ctypes.memmove(target, source, num_bytes.value)
+        if kind.value == 1:
+            self._underway.append((target.value or 0, ctypes.string_at(source, num_bytes.value)))
+        else:
+            self._end_copies()
+            ctypes.memmove(target, source, num_bytes.value)
         self.copies.append((kind.value, num_bytes.value))
         return 0
+
+    def _end_copies(self) -> None:
+        for target, values in self._underway:
+            ctypes.memmove(target, values, len(values))
+        self._underway.clear()
 
     def _take(self, memory: dict[int, Any], address: Any, num_bytes: ctypes.c_size_t) -> int:
         self._note_thread()

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from model.spec.artifact import TARGET_TOKENIZER, TOKENIZER, load
+from model.spec.artifact import TARGET_TOKENIZER, TOKENIZER, read_manifest
+from model.spec.golden import Tolerance
 from model.spec.tokenizer import Tokenizer
 from service.engine.engine import Engine, LastRun
 from service.engine.factory import build_engine
@@ -17,11 +18,13 @@ from service.engine.types import GenerationRequest, SamplingParams, StepOutput, 
 
 
 def load_engine(folder: Path, limits: EngineLimits, threads: int) -> Engine:
-    """An engine over an artifact, on the artifact's device."""
-    manifest = load(folder)
+    """An engine over an artifact, or over graphs emitted without a proof, on their device; warmed up as a server's."""
+    manifest = read_manifest(folder)
     target = TARGET_TOKENIZER if TARGET_TOKENIZER in manifest.files else TOKENIZER
     decode = Tokenizer.load(folder / target).decode if target in manifest.files else lambda _: ""
-    return build_engine(folder, manifest, decode, limits, SessionOptions(intra_op_threads=threads), LastRun())
+    engine = build_engine(folder, manifest, decode, limits, SessionOptions(intra_op_threads=threads), LastRun())
+    engine.verify_golden((), Tolerance())
+    return engine
 
 
 def greedy_request(

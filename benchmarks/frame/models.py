@@ -16,6 +16,8 @@ from functools import cache
 from importlib.metadata import version as installed
 from pathlib import Path
 
+import onnxruntime
+
 from loadtest.child import run_module
 from loadtest.serving import Server, serving
 from model.spec.artifact import load
@@ -115,7 +117,7 @@ def digest(config: ModelConfig) -> str:
 
 def version() -> str:
     """This distribution's version and ONNX Runtime's."""
-    return f"{installed('onward')} (onnxruntime {installed('onnxruntime')})"
+    return f"{installed('onward')} (onnxruntime {onnxruntime.__version__})"
 
 
 def draw(source: random.Random, vocab_size: int, length: int) -> list[int]:

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.frame.engine import greedy_request, load_engine
+from benchmarks.frame.engine import checked_step, greedy_request, load_engine
 from benchmarks.frame.scenario import Run, Scenario, Settings, option
-from model.spec.artifact import load
+from model.spec.artifact import read_manifest
 from service.engine.engine import Engine
 from service.engine.scheduler import EngineLimits
 
@@ -36,7 +36,7 @@ def measure(settings: HostSettings, _: Run) -> dict[str, Any]:
     """Every batch on one engine."""
     limits = EngineLimits(max_batch_size=max(settings.batches))
     engine = load_engine(settings.artifact, limits, settings.threads)
-    vocab_size = load(settings.artifact).config.vocab_size
+    vocab_size = read_manifest(settings.artifact).config.vocab_size
     found = {str(batch): steps(engine, vocab_size, batch, settings) for batch in settings.batches}
     return {"artefact": str(settings.artifact), "threads": settings.threads, "batches": found}
 
@@ -49,7 +49,7 @@ def steps(engine: Engine, vocab_size: int, batch: int, settings: HostSettings) -
         engine.add_request(greedy_request(f"{batch}-{number}", prompt, settings.new))
     seconds = []
     while engine.has_work:
-        stats = engine.step().stats
+        stats = checked_step(engine).stats
         if stats.num_rows == stats.num_tokens == batch and stats.host_seconds is not None:
             seconds.append((stats.run_seconds, stats.host_seconds))
     run, host = (statistics.median(each) for each in zip(*seconds, strict=True))

@@ -17,7 +17,7 @@ from benchmarks.frame.models import draw
 from benchmarks.frame.rounds import say
 from benchmarks.frame.scenario import ModelSettings, Run, Scenario, option
 from loadtest.scaling.fit import examine
-from model.spec.artifact import load
+from model.spec.artifact import read_manifest
 from model.training.presets import resolve
 from service.engine.scheduler import EngineLimits
 
@@ -48,7 +48,7 @@ def measure(settings: LawSettings, run: Run) -> dict[str, Any]:
         folder = models.export(work / "checkpoint", work, settings.precision)
     chunk = _CUDA_CHUNK if is_cuda else _CPU_CHUNK
     limits = EngineLimits(max_batch_size=1, prefill_chunk=chunk, max_prefill_tokens=chunk)
-    engine, vocab_size = load_engine(folder, limits, settings.threads), load(folder).config.vocab_size
+    engine, vocab_size = load_engine(folder, limits, settings.threads), read_manifest(folder).config.vocab_size
     source = random.Random(settings.seed)  # noqa: S311 (not for secrets)
     samples: list[tuple[float, float]] = []
     for length in settings.lengths:

@@ -14,12 +14,12 @@ from model.spec.artifact import CUDA_PRECISIONS, Device, Precision
 from tests.artifacts import keep_operator_table
 from tests.gpu.subjects import Subject, configs
 
-_CARD = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device that answers"))
-_TINY, _LARGE = ("tiny", "tiny-encoder-decoder"), ("llama-110m", "en-de-25m")
+CARD = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device that answers"))
+TINY, _LARGE = ("tiny", "tiny-encoder-decoder"), ("llama-110m", "en-de-25m")
 _CASES = [
-    *((name, Device.CPU, Precision.FP32, ()) for name in _TINY),
-    *((name, Device.CUDA, precision, _CARD) for name in _TINY for precision in CUDA_PRECISIONS),
-    *((name, Device.CUDA, each, (*_CARD, pytest.mark.slow)) for name in _LARGE for each in CUDA_PRECISIONS),
+    *((name, Device.CPU, Precision.FP32, ()) for name in TINY),
+    *((name, Device.CUDA, precision, CARD) for name in TINY for precision in CUDA_PRECISIONS),
+    *((name, Device.CUDA, each, (*CARD, pytest.mark.slow)) for name in _LARGE for each in CUDA_PRECISIONS),
 ]
 
 

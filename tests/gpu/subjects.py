@@ -18,6 +18,7 @@ from model.spec.golden import Float32, Tolerance, tolerance_of
 from model.training.presets import resolve
 from service.engine.engine import Engine, LastRun
 from service.engine.factory import build_engine
+from service.engine.kv.budget import plan_kv_memory
 from service.engine.scheduler import EngineLimits
 from service.engine.sessions.session import Bindable, Binding, Cuda, GraphSession, SessionOptions
 from tests.environment import ROOT
@@ -79,9 +80,11 @@ class Subject:
 
     @property
     def limits(self) -> EngineLimits:
-        """Chunks of one block, so that prompts have several."""
-        size = self.block_size
-        return EngineLimits(max_batch_size=self.rows, prefill_chunk=size, max_prefill_tokens=2 * size)
+        """Chunks of one block, so that prompts have several; room for what preempted rows save, in whole blocks."""
+        size, room = self.block_size, plan_kv_memory(self.manifest, 2 * self.rows, None).num_bytes
+        return EngineLimits(
+            max_batch_size=self.rows, prefill_chunk=size, max_prefill_tokens=2 * size, kv_memory_bytes=room
+        )
 
     def engine(self) -> Engine:
         """As a server has it, without text."""

@@ -1,7 +1,7 @@
 """CUDA's runtime library by ctypes: memory of the first device, and why there is none.
 
-The inputs, outputs and K/V of ONNX Runtime's graphs are allocated here, so that every byte is accounted for. Copies are
-synchronous. Knows neither graphs nor ONNX Runtime.
+The inputs, outputs and K/V of ONNX Runtime's graphs are allocated here, so that every byte is accounted for. A copy has
+ended when its call returns. Knows neither graphs nor ONNX Runtime.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ PROVIDER_LIBRARY = "libonnxruntime_providers_cuda.so"
 _BRIDGE = "libonnxruntime_providers_shared.so"
 _DRIVER = "libcuda.so.1"
 _TO_DEVICE, _TO_HOST = 1, 2
+_DEFAULT_STREAM = 0
 
 
 class CudaError(OnwardError):
@@ -70,6 +71,9 @@ class CudaRuntime:
     def write(self, address: int, values: npt.NDArray[Any]) -> None:
         """Copies a C-contiguous array to the device."""
         self._copy(address, values.ctypes.data, values.nbytes, _TO_DEVICE)
+        # CUDA returns before a copy of up to 64 KiB to the device has ended, and ONNX Runtime's stream does not wait
+        # for the default one: without this, a graph may read what was there before.
+        self._call("cudaStreamSynchronize", ctypes.c_void_p(_DEFAULT_STREAM))
 
     def read(self, address: int, values: npt.NDArray[Any]) -> None:
         """Fills a C-contiguous array from the device."""

@@ -115,8 +115,9 @@ def test_correctness_comes_first_and_a_failing_part_does_not_stop_the_next(
     verdict = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert list(verdict["parts"]) == list(gpu_check.PARTS)
     assert [name for name, passed in verdict["parts"].items() if passed is not True] == ["captured"]
-    assert [command[1] for command in ran[:3]] == [f"tests/gpu/test_{name}.py" for name in gpu_check.TESTED]
-    assert all("run" in command and device in command for command in ran[3:])
+    tested, measured = ran[: len(gpu_check.TESTED)], ran[len(gpu_check.TESTED) :]
+    assert [command[1] for command in tested] == [f"tests/gpu/test_{name}.py" for name in gpu_check.TESTED]
+    assert all("run" in command and device in command for command in measured)
     assert ("promises" in verdict["details"]["speed"]) == (device == "cuda")
     assert gpu_check.main(["--device", device, "--only", "law", "--out", str(tmp_path)]) == 0
 
