@@ -24,7 +24,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from export.verify import ParityReport, Verdict, draw, finite, verify
+from export.verify import ParityReport, Verdict, describe, draw, finite, verify
 from model.spec.artifact import ArtifactError, Device, KVFormat, KVLayout, KVPrecision, Precision
 
 EXIT_PROVEN = 0
@@ -103,6 +103,7 @@ def _export(options: argparse.Namespace) -> int:
     from export.exporter import Refused, export
     from export.golden_cases import GoldenCaseError
     from export.job import ParityError
+    from export.stored_weights import StoredWeightsError
     from model import checkpoint
 
     began = time.monotonic()
@@ -127,6 +128,8 @@ def _export(options: argparse.Namespace) -> int:
         return _finish(result | {"problems": error.problems}, EXIT_REFUSED)
     except ParityError as error:
         return _finish(result | _summary(error.report), EXIT_FAILED)
+    except StoredWeightsError as error:
+        return _finish(result | {"problems": error.problems}, EXIT_FAILED)
     except (EmitError, GoldenCaseError, ArtifactError) as error:
         return _finish(result | {"problems": [str(error)]}, EXIT_FAILED)
     cost = {"num_bytes": num_bytes, "seconds": round(time.monotonic() - began, 1)}
@@ -150,6 +153,8 @@ def _verify(options: argparse.Namespace) -> int:
 def _summary(report: ParityReport) -> dict[str, Any]:
     """Prints the parity table and the warnings; returns the report's part of the last line."""
     Console().print(draw(report))
+    for line in describe(report):
+        print(line)
     for warning in report.warnings:
         print(warning, file=sys.stderr)
     return {
@@ -162,6 +167,7 @@ def _summary(report: ParityReport) -> dict[str, Any]:
         "proven_context": report.proven_context,
         "proven_source_context": report.proven_source_context,
         "provider": report.provider,
+        "relative_rms": None if report.loss is None else finite(report.loss.relative_rms),
     }
 
 

@@ -20,6 +20,7 @@ from export import blocks, slots
 from export.golden_cases import make_attention_cases, make_cases
 from export.job import Job
 from export.staging import replacing
+from export.stored_weights import compare
 from export.verify import ParityReport
 from model.checkpoint import Checkpoint
 from model.spec import artifact, golden, golden_attention
@@ -61,7 +62,8 @@ def export(
 
     Raises:
         Refused: when device, precision, model or folder cannot be exported.
-        ParityError: when the graphs fail their proof; nothing is written.
+        ParityError: when the graphs fail their proof, or quantization costs too much; nothing is written.
+        StoredWeightsError: when a stored weight is not the checkpoint's; nothing is written.
         GoldenCaseError: when the checkpoint's own logits are not finite.
         EmitError: when a written graph differs from its signature.
     """
@@ -88,7 +90,9 @@ def export(
             draft = blocks.write(job, device, precision, kv_cache.block_size)
         else:
             draft = slots.write(job, precision, kv_precision, explain_graph=explain_graph)
-        report = job.prove(draft)
+        on_stage("reading the stored weights back")
+        weights = compare(folder, [graph.file for graph in draft.graphs.values()], checkpoint.model, precision)
+        report = dataclasses.replace(job.prove(draft), weights=weights)
         (folder / artifact.PARITY).write_text(report.to_json(), encoding="utf-8")
         files = {path.name: artifact.hash_file(path) for path in sorted(folder.iterdir())}
         manifest = dataclasses.replace(draft, files=files)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import onnxruntime as ort
@@ -17,12 +17,16 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
+from export.loss import CLEAR_LEAD, Loss, LossMeter, max_relative_rms
 from export.replay import PROVIDER, AttentionReplayer, PagedReplayer, Replayer, ReplayError
 from model import kernels
 from model.spec import artifact, golden, golden_attention
 from model.spec.artifact import EXPLAIN, ArtifactError, Device, KVLayout, KVPrecision, Manifest, Precision
 from model.spec.golden import CaseResult, GoldenCase, Tolerance, tolerance_of
 from model.spec.golden_attention import ATTENTION_TOLERANCES, AttentionCase, AttentionResult
+
+if TYPE_CHECKING:
+    from export.stored_weights import StoredWeights
 
 
 class Verdict(StrEnum):
@@ -40,6 +44,7 @@ class ParityReport:
     The tolerance is that of the precision (`model.spec.golden.tolerance_of`); each case has its value for it.
     `attention` compares an explain graph's weights, if there is one. The other cases reach `proven_context` of the
     decoder's `context` positions and `proven_source_context` of the encoder's `source_context`, 0 without an encoder.
+    `loss` is what quantization costs, if anything is quantized; `weights` what an export found in its own files.
     """
 
     provider: str
@@ -52,6 +57,8 @@ class ParityReport:
     source_context: int
     proven_source_context: int
     attention: tuple[AttentionResult, ...] = ()
+    loss: Loss | None = None
+    weights: StoredWeights | None = None
 
     @property
     def verdict(self) -> Verdict:
@@ -62,9 +69,10 @@ class ParityReport:
 
     @property
     def failed(self) -> tuple[str, ...]:
-        """Names of the cases that did not pass."""
+        """Names of the cases that did not pass, and "loss" if that did not."""
         results: tuple[CaseResult | AttentionResult, ...] = (*self.cases, *self.attention)
-        return tuple(result.name for result in results if not result.passed)
+        names = tuple(result.name for result in results if not result.passed)
+        return names if self.loss is None or self.loss.passed else (*names, "loss")
 
     @property
     def tolerance(self) -> Tolerance:
@@ -115,6 +123,9 @@ class ParityReport:
         }
         if self.attention:
             report["attention"] = _cases(self.attention)
+        for name, facts in (("loss", self.loss), ("weights", self.weights)):
+            if facts is not None:
+                report[name] = {key: finite(value) for key, value in asdict(facts).items()}
         return json.dumps(report, indent=2, allow_nan=False) + "\n"
 
 
@@ -144,10 +155,16 @@ def replay(
     """
     kv_precision = manifest.kv_cache.precision
     tolerance = tolerance_of(manifest.precision, kv_precision)
+    limit = max_relative_rms(manifest.precision, kv_precision)
+    meter = LossMeter(limit or 0.0)
     results: list[CaseResult] = []
     if manifest.device is Device.CPU:
         replayer = _open(folder, manifest)
-        results = [_replay_case(replayer, case, tolerance, on_case) for case in cases]
+        for case in cases:
+            logits = _run(replayer.run, case, on_case)
+            logits = np.empty((0, 0), np.float32) if logits is None else logits
+            results.append(golden.compare(case, logits, tolerance))
+            meter.add(case.logits, logits)
     else:
         cases = attention = ()
     return ParityReport(
@@ -161,19 +178,13 @@ def replay(
         source_context=manifest.config.source_context,
         proven_source_context=max((len(row) for case in cases for row in case.sources), default=0),
         attention=_replay_attention(folder, manifest, attention, on_case),
+        loss=None if limit is None else meter.read(),
     )
 
 
 def _open(folder: Path, manifest: Manifest) -> Replayer | PagedReplayer:
     is_paged = manifest.kv_cache.layout is KVLayout.PAGED
     return PagedReplayer(folder, manifest) if is_paged else Replayer(folder, manifest)
-
-
-def _replay_case(
-    replayer: Replayer | PagedReplayer, case: GoldenCase, tolerance: Tolerance, on_case: Callable[[str], None]
-) -> CaseResult:
-    logits = _run(replayer.run, case, on_case)
-    return golden.compare(case, np.empty((0, 0), np.float32) if logits is None else logits, tolerance)
 
 
 C = TypeVar("C", GoldenCase, AttentionCase)
@@ -253,3 +264,19 @@ def draw(report: ParityReport) -> Table:
         errors = (f"{error:.1e}" for error in (result.max_abs_error, relative, tolerance))
         table.add_row(escape(result.name), *errors, greedy, verdict)
     return table
+
+
+def describe(report: ParityReport) -> list[str]:
+    """Lines about stored weights and the cost of quantization, for people."""
+    lines = []
+    if (weights := report.weights) is not None:
+        lines.append(f"{weights.num_tensors} stored tensors are the checkpoint's")
+        if weights.worst:
+            lines[-1] += f"; {weights.worst} is rounded most, by {weights.max_relative_rms:.2%} of its RMS"
+    if (loss := report.loss) is not None:
+        lines.append(
+            f"quantization costs {loss.relative_rms:.3f} of the logits' spread (RMS, at most {loss.limit:.2f}) and "
+            f"{loss.kl:.2g} nats over {loss.num_positions} positions; greedy tokens agree at {loss.agreement:.1%}, at "
+            f"{loss.clear_agreement:.1%} of the {loss.num_clear} that lead by {CLEAR_LEAD} of the spread"
+        )
+    return lines

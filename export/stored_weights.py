@@ -1,0 +1,226 @@
+"""Compares every weight that an artifact's files store with the checkpoint's.
+
+The files are read back, and quantized matrices dequantized, from the layouts that `export.operators` documents; nothing
+is shared with the code that quantized them. Floats must be equal. A quantized weight must be as near as rounding leaves
+it: half a step of its own scale, or beyond the end of the range where int4 clips a block's extremes.
+
+Not compared: scales of int8 K/V, which are calibrated and have no counterpart in the checkpoint, and small constants of
+the graph's own arithmetic.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import torch
+from onnx import numpy_helper
+from torch import Tensor
+
+from export.operators import DOMAIN
+from model.nn.transformer import Transformer
+from model.spec.artifact import Precision
+
+Float32 = npt.NDArray[np.float32]
+
+_ROUNDED = {Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16}
+_QUANTIZED = re.compile(r"_(int8|int4)$")
+_SCALE = "_scale"
+# Endings that tell a rearranged copy of a weight from the weight.
+_REARRANGED = re.compile(r"_(transposed|rows)$")
+_SCORE_VECTOR = re.compile(r"_residual\.score_vector$")
+_KV_SCALE = re.compile(r"^(cross_)?(key|value)_\d+(_scale|\.steps_in_one)$")
+# A graph's own constants (shapes, axes, epsilons) have few values.
+_MOST_CONSTANTS = 8
+# In steps. Codes are rounded with a float32 scale, of which int4 stores the nearest float16.
+_HALF_STEP = 0.505
+# The coarsest scale of int4 covers 0.7 of a block's extreme: 8 / 0.7 - 7 steps are cut off at most.
+_MOST_CLIPPED = 4.5
+_INT8_LIMIT = 127
+_INT4_ZERO = 8
+
+
+class StoredWeightsError(Exception):
+    """Stored weights are not the checkpoint's; `problems` lists each."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("; ".join(problems))
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeights:
+    """What was compared: `num_tensors` stored tensors, and the quantized one that lost the most.
+
+    `max_relative_rms` is the root mean square of its errors, divided by that of its values; 0 without quantized ones.
+    """
+
+    num_tensors: int
+    max_relative_rms: float = 0.0
+    worst: str = ""
+
+
+def compare(folder: Path, files: Sequence[str], model: Transformer, precision: Precision) -> StoredWeights:
+    """Compares all tensors of the graphs `files` in `folder` with the weights of `model`.
+
+    One tensor is in memory at a time. Every weight of the model must be in at least one graph.
+
+    Raises:
+        StoredWeightsError: naming each tensor that differs, is unknown, or is missing.
+    """
+    problems: list[str] = []
+    known = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    found: dict[int, Tensor] = {}
+    losses: dict[str, float] = {}
+    num_tensors = 0
+    for file in files:
+        graph = onnx.load(folder / file, load_external_data=False).graph
+        stored = _Stored(folder, {tensor.name: tensor for tensor in graph.initializer}, graph.node)
+        for name, weight, tensor_problem, loss in stored.compare(known, _ROUNDED.get(precision, torch.float32)):
+            num_tensors += 1
+            problems += [f"{file}: {name}: {tensor_problem}"] if tensor_problem else []
+            found |= {} if weight is None else {weight.data_ptr(): weight}
+            losses[name] = max(loss, losses.get(name, 0.0))
+    missing = ((name, weight) for name, weight in model.named_parameters() if weight.data_ptr() not in found)
+    # The exporter stores equal tensors once, as the norms of a fresh model.
+    problems += [f"{name} is in no graph" for name, weight in missing if not _is_among(weight, found.values())]
+    if problems:
+        raise StoredWeightsError(problems)
+    worst = max(losses, key=lambda name: losses[name], default="")
+    return StoredWeights(num_tensors, losses.get(worst, 0.0), worst if losses.get(worst) else "")
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A graph's stored tensors, whose values are read from `folder` one by one."""
+
+    folder: Path
+    tensors: Mapping[str, onnx.TensorProto]
+    nodes: Sequence[onnx.NodeProto]
+
+    def compare(
+        self, known: Mapping[str, Tensor], dtype: torch.dtype
+    ) -> Iterator[tuple[str, Tensor | None, str, float]]:
+        """Each tensor's name, the checkpoint's weight, what is wrong with it, and the relative RMS of its errors."""
+        for name in self.tensors:
+            if _KV_SCALE.search(name) or (name.endswith(_SCALE) and self._codes_of(name)):
+                continue
+            quantized = _QUANTIZED.search(name)
+            stem = _SCORE_VECTOR.sub(".score.vector", _REARRANGED.sub("", _QUANTIZED.sub("", name)))
+            weight = known.get(stem)
+            if weight is None:
+                if int(np.prod(self.tensors[name].dims)) > _MOST_CONSTANTS:
+                    yield name, None, "the checkpoint has no weight of this name", 0.0
+                continue
+            if quantized:
+                problem, loss = self._compare_quantized(name, _float32(weight))
+                yield stem, weight, problem, loss
+            else:
+                yield stem, weight, self._compare_floats(name, weight.detach().to(dtype)), 0.0
+
+    def _codes_of(self, scale: str) -> list[str]:
+        """The quantized matrix that a tensor is the scales of, if it is."""
+        stem = scale.removesuffix(_SCALE)
+        return [name for name in (f"{stem}_int8", f"{stem}_int4") if name in self.tensors]
+
+    def _values(self, name: str) -> npt.NDArray[Any]:
+        return numpy_helper.to_array(self.tensors[name], base_dir=str(self.folder))
+
+    def _compare_floats(self, name: str, weight: Tensor) -> str:
+        values, wanted = self._values(name).astype(np.float32), _float32(weight)
+        if name.endswith("_transposed"):
+            values = values.T
+        if values.size != wanted.size or (values.ndim == wanted.ndim and values.shape != wanted.shape):
+            return f"has shape {list(values.shape)}, the checkpoint's {list(wanted.shape)}"
+        num_wrong = int((values.reshape(wanted.shape) != wanted).sum())
+        return f"{num_wrong} of {wanted.size} values are not the checkpoint's" if num_wrong else ""
+
+    def _compare_quantized(self, name: str, weight: Float32) -> tuple[str, float]:
+        """What is wrong with a matrix `[N, K]` in codes and scales, and the relative RMS of its errors."""
+        kind, scale = name[-4:], _QUANTIZED.sub(_SCALE, name)
+        if scale not in self.tensors:
+            return f"there is no {scale}", 0.0
+        if any(list(node.input[1:3]) != [name, scale] for node in self.nodes if {name, scale} & set(node.input)):
+            return f"a node reads it without {scale}", 0.0
+        codes, scales = self._values(name), self._values(scale).astype(np.float32)
+        try:
+            if kind == "int8":
+                integers, steps = _int8_codes(codes, weight.shape), scales[:, None]
+            else:
+                is_own = all(node.domain == DOMAIN for node in self.nodes if name in node.input)
+                integers, steps = (_int4_codes if is_own else _nibbles)(codes, scales, weight.shape)
+        except ValueError as error:
+            return f"has another layout: {error}", 0.0
+        errors = weight - integers * steps
+        sizes = np.abs(steps)
+        allowed = np.full_like(errors, _HALF_STEP)
+        if kind == "int4":
+            is_end = (integers == -_INT4_ZERO) | (integers == _INT4_ZERO - 1)
+            allowed[is_end & (errors * integers * steps > 0)] = _MOST_CLIPPED
+        is_wrong = ~(np.abs(errors) <= allowed * sizes)
+        # A column of zeros has any scale.
+        is_wrong |= (sizes == 0) & (weight != 0)
+        loss = float(np.sqrt(np.square(errors).mean() / max(np.square(weight).mean(), np.finfo(np.float32).tiny)))
+        if not is_wrong.any():
+            return "", loss
+        return f"{int(is_wrong.sum())} of {weight.size} values are further from the checkpoint's than rounding", loss
+
+
+def _is_among(weight: Tensor, others: Iterable[Tensor]) -> bool:
+    return any(weight.shape == other.shape and torch.equal(weight, other) for other in others)
+
+
+def _float32(weight: Tensor) -> Float32:
+    values: Float32 = weight.detach().float().cpu().numpy()
+    return values
+
+
+def _int8_codes(panels: npt.NDArray[np.int8], shape: tuple[int, ...]) -> Float32:
+    """Codes `[N, K]` from panels `[⌈N / 32⌉, ⌈K / 4⌉, 32, 4]`.
+
+    Raises:
+        ValueError: if the panels are of another matrix, or their padding is not zero.
+    """
+    outer, inner = shape
+    codes = panels.transpose(0, 2, 1, 3).reshape(panels.shape[0] * panels.shape[2], -1)
+    if not outer <= len(codes) < outer + panels.shape[2] or codes[outer:].any() or codes[:, inner:].any():
+        raise ValueError(f"panels {list(panels.shape)} hold no matrix {[outer, inner]}")
+    found: Float32 = codes[:outer, :inner].astype(np.float32)
+    if found.shape != shape or np.abs(found).max(initial=0) > _INT8_LIMIT:
+        raise ValueError(f"panels {list(panels.shape)} hold no matrix {[outer, inner]}")
+    return found
+
+
+def _int4_codes(panels: npt.NDArray[np.uint8], scales: Float32, shape: tuple[int, ...]) -> tuple[Float32, Float32]:
+    """Codes and steps `[N, K]` from panels `[⌈N / 16⌉, K / 32, 4, 16, 4]` and scales `[⌈N / 16⌉, K / 32, 16]`.
+
+    Raises:
+        ValueError: if they are of another matrix.
+    """
+    outer, inner = shape
+    num_panels, num_blocks, _, columns, _ = panels.shape
+    both = np.stack([panels & 15, panels >> 4], axis=3)  # [panel, block, group of eight, half, column, k]
+    codes = both.transpose(0, 4, 1, 2, 3, 5).reshape(num_panels * columns, -1)
+    steps = scales.transpose(0, 2, 1).reshape(num_panels * columns, num_blocks)
+    if not outer <= len(codes) < outer + columns or codes.shape[1] != inner:
+        raise ValueError(f"panels {list(panels.shape)} hold no matrix {[outer, inner]}")
+    return codes[:outer].astype(np.float32) - _INT4_ZERO, np.repeat(steps[:outer], inner // num_blocks, axis=1)
+
+
+def _nibbles(packed: npt.NDArray[np.uint8], scales: Float32, shape: tuple[int, ...]) -> tuple[Float32, Float32]:
+    """Codes and steps `[N, K]` from `MatMulNBits`' bytes `[N, K / block, block / 2]` and scales `[N, K / block]`.
+
+    Raises:
+        ValueError: if they are of another matrix.
+    """
+    codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)
+    if codes.shape != shape:
+        raise ValueError(f"bytes {list(packed.shape)} hold no matrix {list(shape)}")
+    steps = np.repeat(scales.reshape(len(packed), -1), shape[1] // packed.shape[1], axis=1)
+    return codes.astype(np.float32) - _INT4_ZERO, steps

@@ -1,0 +1,157 @@
+"""Every weight in an artifact's files is the checkpoint's: each one that is not is named, whatever is wrong with it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import pytest
+from onnx import numpy_helper
+
+from export.stored_weights import StoredWeightsError, compare
+from model.nn.transformer import Transformer
+from model.spec.artifact import Device, KVPrecision, Precision, read_manifest
+from model.spec.config import Architecture
+from tests.artifacts import ADDITIVE, LEARNED, paged_artifact, random_model, tiny_artifact, tiny_config
+
+DECODER_ONLY, ENCODER_DECODER = Architecture.DECODER_ONLY, Architecture.ENCODER_DECODER
+NARROW = {"d_model": 48, "num_heads": 3, "d_ff": 80}
+"""Blocks of 16, which `MatMulNBits` takes."""
+Values = npt.NDArray[Any]
+
+SLOTS = [
+    pytest.param(family, precision, kv, overrides, id=f"{family}-{precision}-{kv}-{number}")
+    for number, (family, precision, kv, overrides) in enumerate(
+        [
+            *((family, precision, KVPrecision.FP32, {}) for family in Architecture for precision in ("int8", "int4")),
+            *((family, "int4", KVPrecision.INT8, {}) for family in Architecture),
+            (DECODER_ONLY, "int4", KVPrecision.FP32, NARROW),
+            (DECODER_ONLY, "int4", KVPrecision.FP32, LEARNED),
+            (DECODER_ONLY, "fp32", KVPrecision.FP32, {}),
+            (ENCODER_DECODER, "int8", KVPrecision.FP32, ADDITIVE[ENCODER_DECODER]),
+        ]
+    )
+]
+
+
+def files_of(folder: Path) -> list[str]:
+    return [graph.file for graph in read_manifest(folder).graphs.values()]
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Callable[[Path], dict[Path, onnx.ModelProto]]:
+    """Graphs of an artifact by a path of their own, weights inside."""
+
+    def copy(folder: Path) -> dict[Path, onnx.ModelProto]:
+        graphs = {tmp_path / file: onnx.load(folder / file) for file in files_of(folder)}
+        for path, graph in graphs.items():
+            onnx.save(graph, path)
+        return graphs
+
+    return copy
+
+
+def mutants(tensors: dict[str, Values], name: str) -> Iterator[tuple[str, Values]]:
+    """Wrong values of a tensor."""
+    values = tensors[name]
+    yield "zero", np.zeros_like(values)
+    if values.size > 1:
+        yield "rolled by one", np.roll(values.reshape(-1), 1).reshape(values.shape)
+    if values.dtype not in (np.int8, np.uint8):
+        yield "times 1.1", (values * np.asarray(1.1, values.dtype)).astype(values.dtype)
+    neighbor = name.replace("layers.0.", "layers.1.")
+    if neighbor != name and neighbor in tensors:
+        yield "its neighbor layer's", tensors[neighbor]
+
+
+def problems_of(folder: Path, files: list[str], model: Transformer, precision: Precision) -> str:
+    try:
+        compare(folder, files, model, precision)
+    except StoredWeightsError as error:
+        return str(error)
+    return ""
+
+
+def is_compared(name: str, model: Transformer) -> bool:
+    """Scales of K/V and constants of the graph's arithmetic are not."""
+    modules = {each.partition(".")[0] for each, _ in model.named_modules() if each}
+    return name.partition(".")[0] in modules
+
+
+@pytest.mark.parametrize(("family", "precision", "kv", "overrides"), SLOTS)
+def test_every_wrong_tensor_is_named(
+    family: Architecture,
+    precision: str,
+    kv: KVPrecision,
+    overrides: dict[str, Any],
+    copied: Callable[[Path], dict[Path, onnx.ModelProto]],
+    tmp_path: Path,
+) -> None:
+    folder = tiny_artifact(family, Precision(precision), kv, **overrides)
+    model, files = random_model(tiny_config(family, **overrides)), files_of(folder)
+    graphs = copied(folder)
+    assert compare(tmp_path, files, model, Precision(precision)) == compare(folder, files, model, Precision(precision))
+    num_refused, passed = 0, []
+    for path, graph in graphs.items():
+        tensors = {each.name: numpy_helper.to_array(each) for each in graph.graph.initializer}
+        for tensor in graph.graph.initializer:
+            if not is_compared(tensor.name, model):
+                continue
+            right = tensor.SerializeToString()
+            for what, wrong in mutants(tensors, tensor.name):
+                tensor.CopyFrom(numpy_helper.from_array(np.ascontiguousarray(wrong), tensor.name))
+                onnx.save(graph, path)
+                # Problems name the module; a tied or rearranged weight has other endings.
+                module = tensor.name.partition("_residual")[0].partition(".weight")[0]
+                if module in problems_of(tmp_path, files, model, Precision(precision)):
+                    num_refused += 1
+                else:
+                    passed.append(f"{tensor.name} {what}")
+            tensor.ParseFromString(right)
+        onnx.save(graph, path)
+    assert passed == []
+    assert num_refused > 3 * len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("family", list(Architecture))
+@pytest.mark.parametrize("precision", [Precision.FP16, Precision.BF16])
+def test_graphs_for_a_device_store_the_rounded_weights(family: Architecture, precision: Precision) -> None:
+    folder = paged_artifact(family, Device.CUDA, precision, block_size=256)
+    model, files = random_model(tiny_config(family)), files_of(folder)
+    found = compare(folder, files, model, precision)
+    assert (found.num_tensors >= len(list(model.parameters())), found.max_relative_rms) == (True, 0.0)
+    with pytest.raises(StoredWeightsError, match=r"values are not the checkpoint's"):
+        compare(folder, files, model, Precision.FP32)
+    with pytest.raises(StoredWeightsError, match=r"values are not the checkpoint's"):
+        compare(folder, files, random_model(tiny_config(family), seed=1), precision)
+
+
+def test_a_weight_that_is_missing_or_read_with_anothers_scales_is_named(
+    copied: Callable[[Path], dict[Path, onnx.ModelProto]], tmp_path: Path
+) -> None:
+    folder = tiny_artifact(DECODER_ONLY, Precision.INT8)
+    model, files = random_model(tiny_config(DECODER_ONLY)), files_of(folder)
+    ((path, graph),) = copied(folder).items()
+    node = next(node for node in graph.graph.node if node.input[1:2] == ["layers.0.self_attention.qkv.weight_int8"])
+    node.input[1] = "layers.1.self_attention.qkv.weight_int8"
+    onnx.save(graph, path)
+    with pytest.raises(StoredWeightsError, match=r"layers\.1\.self_attention\.qkv\.weight: a node reads it"):
+        compare(tmp_path, files, model, Precision.INT8)
+    shutil.copyfile(folder / files[0], path)
+    shutil.copyfile(folder / f"{files[0]}.data", path.with_name(f"{files[0]}.data"))
+    graph = onnx.load(path)
+    norm = next(each for each in graph.graph.initializer if each.name == "final_norm.weight")
+    graph.graph.initializer.remove(norm)
+    onnx.save(graph, path)
+    with pytest.raises(StoredWeightsError, match=r"final_norm\.weight is in no graph"):
+        compare(tmp_path, files, model, Precision.INT8)
+    norm.name = "anothers_norm.weight"
+    graph.graph.initializer.append(norm)
+    onnx.save(graph, path)
+    with pytest.raises(StoredWeightsError, match=r"anothers_norm\.weight: the checkpoint has no weight of this name"):
+        compare(tmp_path, files, model, Precision.INT8)
