@@ -11,7 +11,7 @@ RAY := build/ray-venv
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test stress-test check kernels .kernels serve bench scenarios scaling faults soak ray gpu-check image wheels proto format serving-check client-check node-client clean
+.PHONY: help demo test stress-test check kernels .kernels serve bench scenarios scaling faults nightly soak ray gpu-check image wheels proto format serving-check client-check node-client clean
 
 help: ## list the verbs
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -67,6 +67,9 @@ scaling: $(STAMP) .kernels ## measure the quadratic law of attention, fit it, re
 faults: $(STAMP) .kernels ## all faults in their long form, some forty minutes: fuzzing, killed clients, hostile kernel models, a siege
 	$(BIN)/python -m pytest tests/faults -p no:randomly -rP --fuzz 100000 --kills 200 --victims 300 --large-rounds 5 --kernel-fuzz-seconds 600 --siege-seconds 600 --timeout 3600
 	$(BIN)/python -m pytest tests/unit/service/repository/test_model_life.py -p no:randomly --hypothesis-profile long --hypothesis-show-statistics --timeout 3600
+
+nightly: faults ## what is too long for every run: faults, then every mutant of an artifact at a width of 768 (7 minutes)
+	$(BIN)/python -m pytest tests/parity/test_mutants.py -p no:randomly --whole
 
 soak: $(STAMP) .kernels ## ten minutes of load with cancels, then the same with a leak that must be found
 	$(BIN)/python -m benchmarks run soak $(SOAK)

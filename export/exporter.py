@@ -21,7 +21,7 @@ from export.golden_cases import make_attention_cases, make_cases
 from export.job import Job
 from export.staging import replacing
 from export.stored_weights import compare
-from export.verify import ParityReport
+from export.verify import ParityReport, arithmetic_of
 from model.checkpoint import Checkpoint
 from model.spec import artifact, golden, golden_attention
 from model.spec.artifact import EXPLAIN, Device, KVFormat, KVLayout, Precision
@@ -80,7 +80,6 @@ def export(
     with replacing(out) as folder:
         on_stage("golden cases by the reference")
         cases = make_cases(checkpoint.model)
-        golden.save(folder / artifact.GOLDEN, cases)
         attention = make_attention_cases(checkpoint.model) if explain_graph else ()
         if explain_graph:
             golden_attention.save(folder / artifact.GOLDEN_ATTENTION, attention)
@@ -93,6 +92,10 @@ def export(
         on_stage("reading the stored weights back")
         weights = compare(folder, [graph.file for graph in draft.graphs.values()], checkpoint.model, precision)
         report = dataclasses.replace(job.prove(draft), weights=weights)
+        if arithmetic := arithmetic_of(draft):
+            answers = zip(cases, report.answers, strict=True)
+            cases = tuple(dataclasses.replace(case, exported=found, arithmetic=arithmetic) for case, found in answers)
+        golden.save(folder / artifact.GOLDEN, cases)
         (folder / artifact.PARITY).write_text(report.to_json(), encoding="utf-8")
         files = {path.name: artifact.hash_file(path) for path in sorted(folder.iterdir())}
         manifest = dataclasses.replace(draft, files=files)

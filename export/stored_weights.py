@@ -35,7 +35,7 @@ _SCALE = "_scale"
 # Endings that tell a rearranged copy of a weight from the weight.
 _REARRANGED = re.compile(r"_(transposed|rows)$")
 _SCORE_VECTOR = re.compile(r"_residual\.score_vector$")
-_KV_SCALE = re.compile(r"^(cross_)?(key|value)_\d+(_scale|\.steps_in_one)$")
+_OF_INT8_KV = re.compile(r"^((cross_)?(key|value)_\d+(_scale|\.steps_in_one)|no_sinks)$")
 # A graph's own constants (shapes, axes, epsilons) have few values.
 _MOST_CONSTANTS = 8
 # In steps. Codes are rounded with a float32 scale, of which int4 stores the nearest float16.
@@ -109,7 +109,7 @@ class _Stored:
     ) -> Iterator[tuple[str, Tensor | None, str, float]]:
         """Each tensor's name, the checkpoint's weight, what is wrong with it, and the relative RMS of its errors."""
         for name in self.tensors:
-            if _KV_SCALE.search(name) or (name.endswith(_SCALE) and self._codes_of(name)):
+            if _OF_INT8_KV.search(name) or (name.endswith(_SCALE) and self._codes_of(name)):
                 continue
             quantized = _QUANTIZED.search(name)
             stem = _SCORE_VECTOR.sub(".score.vector", _REARRANGED.sub("", _QUANTIZED.sub("", name)))

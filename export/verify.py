@@ -6,7 +6,7 @@ import json
 import math
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,7 +22,7 @@ from export.replay import PROVIDER, AttentionReplayer, PagedReplayer, Replayer, 
 from model import kernels
 from model.spec import artifact, golden, golden_attention
 from model.spec.artifact import EXPLAIN, ArtifactError, Device, KVLayout, KVPrecision, Manifest, Precision
-from model.spec.golden import CaseResult, GoldenCase, Tolerance, tolerance_of
+from model.spec.golden import CaseResult, Float32, GoldenCase, Tolerance, tolerance_of
 from model.spec.golden_attention import ATTENTION_TOLERANCES, AttentionCase, AttentionResult
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ class ParityReport:
     `attention` compares an explain graph's weights, if there is one. The other cases reach `proven_context` of the
     decoder's `context` positions and `proven_source_context` of the encoder's `source_context`, 0 without an encoder.
     `loss` is what quantization costs, if anything is quantized; `weights` what an export found in its own files.
+    `answers` are the graphs' logits, case by case.
     """
 
     provider: str
@@ -59,6 +60,7 @@ class ParityReport:
     attention: tuple[AttentionResult, ...] = ()
     loss: Loss | None = None
     weights: StoredWeights | None = None
+    answers: tuple[Float32, ...] = field(default=(), repr=False)
 
     @property
     def verdict(self) -> Verdict:
@@ -158,13 +160,14 @@ def replay(
     limit = max_relative_rms(manifest.precision, kv_precision)
     meter = LossMeter(limit or 0.0)
     results: list[CaseResult] = []
+    answers: list[Float32] = []
     if manifest.device is Device.CPU:
         replayer = _open(folder, manifest)
         for case in cases:
             logits = _run(replayer.run, case, on_case)
-            logits = np.empty((0, 0), np.float32) if logits is None else logits
-            results.append(golden.compare(case, logits, tolerance))
-            meter.add(case.logits, logits)
+            answers.append(np.empty((0, 0), np.float32) if logits is None else logits)
+            results.append(golden.compare(case, answers[-1], tolerance, arithmetic_of(manifest)))
+            meter.add(case.logits, answers[-1])
     else:
         cases = attention = ()
     return ParityReport(
@@ -179,7 +182,14 @@ def replay(
         proven_source_context=max((len(row) for case in cases for row in case.sources), default=0),
         attention=_replay_attention(folder, manifest, attention, on_case),
         loss=None if limit is None else meter.read(),
+        answers=tuple(answers),
     )
+
+
+def arithmetic_of(manifest: Manifest) -> str:
+    """What decides the bits of a manifest's graphs here (`model.kernels.arithmetic`); empty if the batch does, too."""
+    is_computed = manifest.device is Device.CPU and manifest.kv_cache.layout is KVLayout.SLOTS
+    return kernels.arithmetic(ort.__version__) if is_computed else ""
 
 
 def _open(folder: Path, manifest: Manifest) -> Replayer | PagedReplayer:
@@ -279,4 +289,7 @@ def describe(report: ParityReport) -> list[str]:
             f"{loss.kl:.2g} nats over {loss.num_positions} positions; greedy tokens agree at {loss.agreement:.1%}, at "
             f"{loss.clear_agreement:.1%} of the {loss.num_clear} that lead by {CLEAR_LEAD} of the spread"
         )
+    drifts = [case.drift for case in report.cases if case.drift is not None]
+    if drifts:
+        lines.append(f"answers are those of the export, to {max(drifts):.1e} of the logits' spread")
     return lines

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import platform
+import re
 from functools import cache
 from pathlib import Path
 
@@ -39,6 +40,7 @@ FLAGS = (
 
 _MACHINES = frozenset({"x86_64", "amd64"})
 _DIGITS = 12
+_CPU_INFO = Path("/proc/cpuinfo")
 
 
 @cache
@@ -69,6 +71,21 @@ def operators() -> tuple[str, ...]:
     ask.restype = ctypes.c_char_p
     names: bytes = ask()
     return tuple(names.decode("ascii").split(",")) if names else ()
+
+
+@cache
+def arithmetic(onnxruntime: str) -> str:
+    """Identifies what decides the bits of a graph that the kernels compute: kernels, ONNX Runtime's version, processor.
+
+    Empty without kernels: by standard operators alone, bits depend on the batch.
+    """
+    path = library()
+    if path is None or not operators():
+        return ""
+    text = _CPU_INFO.read_text(encoding="utf-8", errors="replace") if _CPU_INFO.exists() else ""
+    features = sorted({line for line in text.splitlines() if re.match(r"(model name|vendor_id|flags)\b", line)})
+    processor = hashlib.sha256("\n".join(features).encode()).hexdigest()[:_DIGITS]
+    return f"{path.stem} onnxruntime-{onnxruntime} processor-{processor}"
 
 
 def is_for_this_machine() -> bool:

@@ -3,10 +3,14 @@
 Each step of a schedule is either one row that feeds several tokens (prefill, whole or chunked) or several rows that
 feed one token each (ragged decoding). The logits after every row's last fed token are compared. The exporter makes the
 cases; `export.verify` and the server replay them with their own runners. NumPy only.
+
+A replay answers two questions. Is the graph near PyTorch in float32? Within the tolerance of its precision. Is it the
+graph that was exported? Where the same arithmetic computes, it must answer as it did at export (`GoldenCase.exported`).
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,6 +79,11 @@ def tolerance_of(precision: Precision, kv_precision: KVPrecision) -> Tolerance:
     return Tolerance(own.absolute + kv.absolute, own.relative + kv.relative)
 
 
+MAX_DRIFT = 1e-3
+"""The largest difference from the logits of the export, in standard deviations of the golden ones. Bits are equal."""
+_MAX_ARITHMETIC = 256
+
+
 @dataclass(frozen=True, slots=True)
 class Feed:
     """In one step, row `row` feeds tokens `[start, start + count)` of its sequence."""
@@ -92,6 +101,8 @@ class GoldenCase:
     """`sequences[row]` are decoder tokens, `sources[row]` encoder tokens (empty for a decoder-only model).
 
     `logits` is `[sum of len(step), V] float32`: PyTorch's, cache-less, in the order of the steps and their feeds.
+    `exported` is the same of the graphs at export, by the `arithmetic` of that machine (`model.kernels.arithmetic`);
+    None where that is unknown.
     """
 
     name: str
@@ -99,11 +110,16 @@ class GoldenCase:
     sources: tuple[Int64, ...]
     steps: tuple[Step, ...]
     logits: Float32
+    exported: Float32 | None = None
+    arithmetic: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class CaseResult:
-    """The comparison of one case. Errors are maxima over its logits; `agreement` is the share of equal arg-maxima."""
+    """The comparison of one case. Errors are maxima over its logits; `agreement` is the share of equal arg-maxima.
+
+    `drift` is the largest difference from the logits of the export, divided by the spread; None on other arithmetic.
+    """
 
     name: str
     max_abs_error: float
@@ -111,10 +127,13 @@ class CaseResult:
     agreement: float
     tolerance: float
     passed: bool
+    drift: float | None = None
 
 
-def compare(case: GoldenCase, logits: Float32, tolerance: Tolerance) -> CaseResult:
+def compare(case: GoldenCase, logits: Float32, tolerance: Tolerance, arithmetic: str = "") -> CaseResult:
     """Compares replayed `logits` `[N, V]` with the case's: every absolute error must be within the tolerance.
+
+    If `arithmetic` computed them and also the case's logits of the export, both must be the same to `MAX_DRIFT`.
 
     A case that passes has another arg-max only where the golden one leads by at most twice the tolerance. The relative
     error is the absolute one divided by the spread of the golden logits. A NaN or a wrong shape fails.
@@ -125,7 +144,12 @@ def compare(case: GoldenCase, logits: Float32, tolerance: Tolerance) -> CaseResu
     error = float(np.abs(logits.astype(np.float64) - case.logits).max())
     spread = float(case.logits.std()) or 1.0
     agreement = float((logits.argmax(-1) == case.logits.argmax(-1)).mean())
-    return CaseResult(case.name, error, error / spread, agreement, allowed, passed=error <= allowed)
+    passed, drift = error <= allowed, None
+    if case.exported is not None and arithmetic and arithmetic == case.arithmetic:
+        drift = float(np.abs(logits - case.exported).max()) / spread
+        # Written so that a NaN fails.
+        passed = passed and drift <= MAX_DRIFT
+    return CaseResult(case.name, error, error / spread, agreement, allowed, passed, drift)
 
 
 def check_steps(case: GoldenCase) -> None:
@@ -150,6 +174,8 @@ def check_steps(case: GoldenCase) -> None:
     num_feeds = sum(len(step) for step in case.steps)
     if not num_feeds or case.logits.ndim != 2 or len(case.logits) != num_feeds:
         raise ValueError(f"{case.name}: {num_feeds} feeds, logits of shape {list(case.logits.shape)}")
+    if case.exported is not None and case.exported.shape != case.logits.shape:
+        raise ValueError(f"{case.name}: {num_feeds} feeds, exported logits of shape {list(case.exported.shape)}")
     if len(case.sources) not in (0, len(case.sequences)):
         raise ValueError(f"{case.name}: {len(case.sources)} sources for {len(case.sequences)} sequences")
 
@@ -165,9 +191,11 @@ def save(path: Path, cases: Iterable[GoldenCase]) -> None:
                 arrays[f"{number}/{kind}/{row}"] = ids
         arrays[f"{number}/logits"] = case.logits
         steps = [[[feed.row, feed.start, feed.count] for feed in step] for step in case.steps]
-        index.append(
-            {"name": case.name, "sequences": len(case.sequences), "sources": len(case.sources), "steps": steps}
-        )
+        entry = {"name": case.name, "sequences": len(case.sequences), "sources": len(case.sources), "steps": steps}
+        if case.exported is not None:
+            arrays[f"{number}/exported"] = case.exported
+            entry["arithmetic"] = case.arithmetic
+        index.append(entry)
     save_arrays(path, arrays, index)
 
 
@@ -215,7 +243,15 @@ def _read_case(arrays: ArrayFile, number: int, entry: Mapping[str, Any], config:
 
     sequences = read("sequence", entry["sequences"], sequence_limits)
     sources = read("source", entry["sources"], source_limits)
-    return GoldenCase(name, sequences, sources, steps, arrays.read(logits, np.floating, 2).astype(np.float32))
+    case = GoldenCase(name, sequences, sources, steps, arrays.read(logits, np.floating, 2).astype(np.float32))
+    if "arithmetic" not in entry:
+        return case
+    arithmetic = str(entry["arithmetic"])[:_MAX_ARITHMETIC]
+    exported = f"{number}/exported"
+    if arrays.shape(exported, np.floating, 2) != case.logits.shape:
+        raise ValueError(f"{name}: exported logits of another shape than {list(case.logits.shape)}")
+    values = arrays.read(exported, np.floating, 2).astype(np.float32)
+    return dataclasses.replace(case, exported=values, arithmetic=arithmetic)
 
 
 def read_ids(arrays: ArrayFile, member: str, name: str, limits: tuple[int, int] | None) -> Int64:

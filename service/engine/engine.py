@@ -47,6 +47,9 @@ class Engine:
     `last_run` is shared by the engines of one thread; deadlines are compared with `clock`. `warm_up` is called once on
     the stepping thread, before golden cases are replayed or steps are timed. `prepare` is `Engine.prepare`'s work.
     `name` identifies the engine in the log.
+
+    Attributes:
+        arithmetic: what decides the bits of its graphs (`model.kernels.arithmetic`); empty if the batch does, too.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class Engine:
         self._warm_up = warm_up
         self._prepare = prepare
         self._name = name
+        self.arithmetic = ""
 
     @property
     def has_work(self) -> bool:
@@ -191,7 +195,9 @@ class Engine:
             self._runner.run(empty)
             answers = replay_all(self._runner, cases, self.chunk_rules, num_slots)
             self._runner.own_weights()
-            return tuple(compare(case, logits, tolerance) for case, logits in zip(cases, answers, strict=True))
+            return tuple(
+                compare(case, logits, tolerance, self.arithmetic) for case, logits in zip(cases, answers, strict=True)
+            )
 
     def prove_speculation(self, cases: Sequence[GoldenCase]) -> None:
         """Tests whether draft tokens would change a bit; enables speculation if not, and logs which.

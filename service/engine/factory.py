@@ -29,7 +29,7 @@ from service.engine.sampling.text import Decode
 from service.engine.sampling.top_logits import TopLogits
 from service.engine.scheduler import EngineLimits, Scheduler
 from service.engine.sessions.cuda_provider import Cuda, cuda_free_bytes
-from service.engine.sessions.session import GraphSession, SessionOptions
+from service.engine.sessions.session import GraphSession, SessionOptions, arithmetic_of
 from service.engine.slots_backend.kv_cache import SlotKV
 from service.engine.slots_backend.runner import OrtRunner
 from service.engine.types import Device
@@ -86,7 +86,10 @@ def build_engine(
         prepare = over_slots.kv.prefault
     budget = plan_kv_memory(manifest, limits.max_batch_size, limits.kv_memory_bytes)
     scheduler = Scheduler(limits, shape, decode, budget)
-    return Engine(scheduler, runner, Sampler(top), last_run, warm_up=warm_up, prepare=prepare, name=str(folder))
+    engine = Engine(scheduler, runner, Sampler(top), last_run, warm_up=warm_up, prepare=prepare, name=str(folder))
+    if manifest.kv_cache.layout is KVLayout.SLOTS:
+        engine.arithmetic = arithmetic_of(options)
+    return engine
 
 
 def build_runner(folder: Path, manifest: Manifest, limits: EngineLimits, options: SessionOptions) -> OrtRunner:

@@ -326,7 +326,7 @@ def test_report_of_an_artifact_gives_every_case_its_figures() -> None:
     assert report["provider"] == "CPUExecutionProvider"
     names = [case.name for case in golden.load(folder / artifact.GOLDEN)]
     assert [case["name"] for case in report["cases"]] == names
-    keys = {"name", "max_abs_error", "max_relative_error", "agreement", "tolerance", "verdict"}
+    keys = {"name", "max_abs_error", "max_relative_error", "agreement", "tolerance", "verdict", "drift"}
     assert all(case.keys() == keys for case in report["cases"])
 
 

@@ -75,6 +75,6 @@ def test_an_artifact_that_costs_too_much_is_refused_and_says_what(
     assert (report.failed, report.verdict) == (("loss",), Verdict.FAILED)
     capsys.readouterr()
     assert main(["verify", str(folder)]) == 1
-    *_, description, last = capsys.readouterr().out.splitlines()
+    *_, description, _, last = capsys.readouterr().out.splitlines()
     assert description.startswith("quantization costs ")
     assert json.loads(last)["relative_rms"] == pytest.approx(report.loss.relative_rms)

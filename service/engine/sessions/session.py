@@ -216,6 +216,11 @@ class Binding:
         return value
 
 
+def arithmetic_of(options: SessionOptions) -> str:
+    """What decides the bits of a graph on the CPU (`model.kernels.arithmetic`); empty if the kernels are not used."""
+    return kernels.arithmetic(ort.__version__) if options.own_kernels else ""
+
+
 def share_threads(count: int) -> None:
     """Gives all later sessions of the process one thread pool, once and for good.
 

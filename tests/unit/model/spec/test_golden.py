@@ -38,10 +38,16 @@ def assert_same(left: GoldenCase, right: GoldenCase) -> None:
         assert [row.tolist() for row in rows] == [row.tolist() for row in others]
     assert left.logits.dtype == right.logits.dtype == np.float32
     np.testing.assert_array_equal(left.logits, right.logits)
+    assert left.arithmetic == right.arithmetic
+    np.testing.assert_array_equal(left.exported, right.exported)
 
 
 def test_cases_survive_the_disk(tmp_path: Path) -> None:
-    cases = (PREFILL_THEN_DECODE, make_case(golden.staggered((3, 1, 2)), (3, 1, 2), with_sources=True))
+    cases = (
+        PREFILL_THEN_DECODE,
+        make_case(golden.staggered((3, 1, 2)), (3, 1, 2), with_sources=True),
+        replace(PREFILL_THEN_DECODE, exported=PREFILL_THEN_DECODE.logits + np.float32(0.5), arithmetic="kernels here"),
+    )
     golden.save(tmp_path / "golden.npz", cases)
     loaded = golden.load(tmp_path / "golden.npz")
     assert len(loaded) == len(cases)
@@ -63,6 +69,39 @@ def test_one_logit_over_tolerance_fails() -> None:
     assert result.max_abs_error == pytest.approx(0.5, abs=1e-6)
     assert result.max_relative_error == pytest.approx(0.5 / PREFILL_THEN_DECODE.logits.std(), rel=1e-5)
     assert golden.compare(PREFILL_THEN_DECODE, logits, Tolerance(absolute=0.51)).passed
+
+
+def test_the_same_arithmetic_must_answer_as_at_export_and_another_need_not() -> None:
+    exported = PREFILL_THEN_DECODE.logits + np.float32(0.2)
+    case = replace(PREFILL_THEN_DECODE, exported=exported, arithmetic="here")
+    spread, loose = float(case.logits.std()), Tolerance(absolute=1.0)
+    moved = exported.copy()
+    moved[2, 3] += 1.5 * golden.MAX_DRIFT * spread
+    for logits, arithmetic, passed, drift in [
+        (exported, "here", True, 0.0),
+        (moved, "here", False, 1.5 * golden.MAX_DRIFT),
+        (moved, "elsewhere", True, None),
+        (moved, "", True, None),
+    ]:
+        result = golden.compare(case, logits, loose, arithmetic)
+        assert (result.passed, result.drift) == (passed, drift if drift is None else pytest.approx(drift, rel=0.01))
+    assert golden.compare(replace(case, arithmetic=""), moved, loose, "").passed
+    assert not golden.compare(replace(case, exported=np.full_like(exported, np.nan)), exported, loose, "here").passed
+    assert not golden.compare(case, exported, Tolerance(absolute=0.1), "here").passed, "PyTorch's answers count, too"
+
+
+def test_exported_logits_of_another_shape_are_refused(tmp_path: Path) -> None:
+    case = replace(PREFILL_THEN_DECODE, exported=PREFILL_THEN_DECODE.logits[:, 1:], arithmetic="here")
+    with pytest.raises(ValueError, match="exported logits of shape"):
+        golden.save(tmp_path / "golden.npz", [case])
+    right = replace(case, exported=PREFILL_THEN_DECODE.logits)
+    golden.save(tmp_path / "golden.npz", [right])
+    with np.load(tmp_path / "golden.npz") as file:
+        arrays = dict(file)
+    arrays["0/exported"] = arrays["0/exported"][:, 1:]
+    np.savez(tmp_path / "golden.npz", **arrays)
+    with pytest.raises(ValueError, match="exported logits of another shape"):
+        golden.load(tmp_path / "golden.npz")
 
 
 def test_a_relative_tolerance_is_of_the_spread_of_the_golden_logits() -> None:

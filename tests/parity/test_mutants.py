@@ -1,0 +1,106 @@
+"""What an artifact's proof refuses after the export: any stored tensor changed, with every checksum made to fit.
+
+A sample of tiny mutants; `--whole`: every one, at a width of 768.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+
+from export.verify import verify
+from model import kernels
+from model.spec import golden
+from model.spec.artifact import GOLDEN, KVPrecision, Precision, load
+from model.spec.config import Architecture
+from model.spec.golden import MAX_DRIFT, CaseResult
+from service.engine.engine import LastRun
+from service.engine.factory import build_engine
+from service.engine.scheduler import EngineLimits
+from service.engine.sessions.session import SessionOptions
+from tests.artifacts import rehash, tiny_artifact
+from tests.parity.test_stored_weights import mutants
+
+pytestmark = pytest.mark.skipif(not kernels.operators(), reason="by standard operators a proof is not exact")
+
+WIDE = {"d_model": 768, "num_heads": 12, "num_kv_heads": 4, "d_ff": 2048, "vocab_size": 1021}
+SAMPLE = 12
+"""Mutants of each set-up that every run tries."""
+_LEAST_VALUES = 8
+"""Smaller tensors are constants of the graph: shapes and axes."""
+
+
+def changed(folder: Path) -> Iterator[tuple[str, str, str, Any]]:
+    """A graph's file, one of its tensors, what is wrong with it, and its wrong values."""
+    for path in sorted(folder.glob("*.onnx")):
+        tensors = {each.name: numpy_helper.to_array(each) for each in onnx.load(path).graph.initializer}
+        for name, right in tensors.items():
+            if right.size >= _LEAST_VALUES:
+                for what, values in mutants(tensors, name):
+                    yield path.name, name, what, values
+
+
+def write_mutant(folder: Path, file: str, name: str, values: Any) -> None:
+    """Replaces a tensor of an artifact, and makes its checksums fit."""
+    model = onnx.load(folder / file)
+    tensor = next(each for each in model.graph.initializer if each.name == name)
+    tensor.CopyFrom(numpy_helper.from_array(np.ascontiguousarray(values), name))
+    (folder / f"{file}.data").unlink()
+    onnx.save(model, folder / file, save_as_external_data=True, location=f"{file}.data")
+    rehash(folder)
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("family", list(Architecture))
+@pytest.mark.parametrize(
+    ("precision", "kv"),
+    [(Precision.INT8, KVPrecision.FP32), (Precision.INT4, KVPrecision.FP32), (Precision.INT4, KVPrecision.INT8)],
+)
+def test_a_proof_refuses_every_mutant(
+    family: Architecture, precision: Precision, kv: KVPrecision, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    is_whole = request.config.getoption("--whole")
+    overrides: dict[str, Any] = dict(WIDE) if is_whole else {}
+    if is_whole and family is Architecture.ENCODER_DECODER:
+        overrides["num_kv_heads"] = overrides["num_heads"]
+    folder = tiny_artifact(family, precision, kv, **overrides)
+    all_mutants = list(changed(folder))
+    chosen = all_mutants if is_whole else random.Random(f"{family}{precision}{kv}").sample(all_mutants, SAMPLE)
+    passed = []
+    for file, name, what, values in chosen:
+        mutant = Path(shutil.copytree(folder, tmp_path / "mutant"))
+        write_mutant(mutant, file, name, values)
+        report = verify(mutant, lambda _: None)
+        if not report.failed:
+            passed.append((file, name, what, max(case.drift or 0.0 for case in report.cases)))
+        shutil.rmtree(mutant)
+    assert passed == []
+    assert all(case.drift == 0.0 < MAX_DRIFT for case in verify(folder, lambda _: None).cases)
+
+
+def test_the_engine_that_serves_refuses_a_mutant_where_the_exports_kernels_compute(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny_artifact(Architecture.DECODER_ONLY, Precision.INT4), tmp_path / "mutant"))
+    file, name = "decoder.onnx", "layers.1.feed_forward.gate_up.weight_scale"
+    (scales,) = (
+        numpy_helper.to_array(each) for each in onnx.load(folder / file).graph.initializer if each.name == name
+    )
+    write_mutant(folder, file, name, (scales * np.float16(1.1)).astype(np.float16))
+    manifest, cases = load(folder), golden.load(folder / GOLDEN)
+
+    def results(*, own_kernels: bool) -> Sequence[CaseResult]:
+        options = SessionOptions(intra_op_threads=1, own_kernels=own_kernels)
+        engine = build_engine(folder, manifest, lambda _: "", EngineLimits(max_batch_size=3), options, LastRun())
+        return engine.verify_golden(cases, golden.tolerance_of(manifest.precision, manifest.kv_cache.precision))
+
+    exact = results(own_kernels=True)
+    assert all(case.drift is not None and case.drift > MAX_DRIFT and not case.passed for case in exact)
+    # Standard operators round otherwise: what remains is the tolerance of int4, which a tenth does not exceed.
+    assert all(case.drift is None and case.passed for case in results(own_kernels=False))
