@@ -188,8 +188,7 @@ def replay(
 
 def arithmetic_of(manifest: Manifest) -> str:
     """What decides the bits of a manifest's graphs here (`model.kernels.arithmetic`); empty if the batch does, too."""
-    is_computed = manifest.device is Device.CPU and manifest.kv_cache.layout is KVLayout.SLOTS
-    return kernels.arithmetic(ort.__version__) if is_computed else ""
+    return kernels.arithmetic(ort.__version__) if manifest.is_reproducible else ""
 
 
 def _open(folder: Path, manifest: Manifest) -> Replayer | PagedReplayer:

@@ -26,7 +26,7 @@ from service.engine.engine import LastRun
 from service.engine.factory import build_engine
 from service.engine.scheduler import EngineLimits
 from service.engine.sessions.session import SessionOptions
-from tests.artifacts import rehash, tiny_artifact
+from tests.artifacts import ADDITIVE, paged_artifact, rehash, tiny_artifact
 from tests.parity.test_stored_weights import mutants
 
 pytestmark = pytest.mark.skipif(not kernels.operators(), reason="by standard operators a proof is not exact")
@@ -104,3 +104,12 @@ def test_the_engine_that_serves_refuses_a_mutant_where_the_exports_kernels_compu
     assert all(case.drift is not None and case.drift > MAX_DRIFT and not case.passed for case in exact)
     # Standard operators round otherwise: what remains is the tolerance of int4, which a tenth does not exceed.
     assert all(case.drift is None and case.passed for case in results(own_kernels=False))
+
+
+@pytest.mark.parametrize("is_paged", [True, False])
+def test_graphs_whose_bits_depend_on_the_batch_keep_no_logits_of_the_export(*, is_paged: bool) -> None:
+    family = Architecture.DECODER_ONLY
+    folder = paged_artifact(family) if is_paged else tiny_artifact(family, Precision.INT8, **ADDITIVE[family])
+    assert not load(folder).is_reproducible
+    assert all(case.exported is None for case in golden.load(folder / GOLDEN))
+    assert all(case.drift is None and case.passed for case in verify(folder, lambda _: None).cases)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from model.spec.config import ConfigError, ModelConfig
+from model.spec.config import AttentionScore, ConfigError, ModelConfig
 from model.spec.generation import NO_RULES, GenerationError, GenerationRules
 
 FORMAT_VERSION = 1
@@ -174,6 +174,12 @@ class Manifest:
     training: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
+
+    @property
+    def is_reproducible(self) -> bool:
+        """Whether the same kernels give the same logits in any batch and chunks: slots on a CPU, dot-product scores."""
+        in_slots = self.device is Device.CPU and self.kv_cache.layout is KVLayout.SLOTS
+        return in_slots and self.config.attention_score is AttentionScore.DOT
 
     def to_json(self) -> str:
         """The text of manifest.json."""
