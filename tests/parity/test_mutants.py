@@ -38,6 +38,10 @@ _LEAST_VALUES = 8
 """Smaller tensors are constants of the graph: shapes and axes."""
 
 
+EQUIVALENT = {("no_sinks", "times 1.1")}
+"""Changes no logit: the scores of absent attention sinks are so low that their exponentials are 0."""
+
+
 def changed(folder: Path) -> Iterator[tuple[str, str, str, Any]]:
     """A graph's file, one of its tensors, what is wrong with it, and its wrong values."""
     for path in sorted(folder.glob("*.onnx")):
@@ -45,7 +49,8 @@ def changed(folder: Path) -> Iterator[tuple[str, str, str, Any]]:
         for name, right in tensors.items():
             if right.size >= _LEAST_VALUES:
                 for what, values in mutants(tensors, name):
-                    yield path.name, name, what, values
+                    if (name, what) not in EQUIVALENT:
+                        yield path.name, name, what, values
 
 
 def write_mutant(folder: Path, file: str, name: str, values: Any) -> None:
