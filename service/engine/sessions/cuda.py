@@ -71,8 +71,8 @@ class CudaRuntime:
     def write(self, address: int, values: npt.NDArray[Any]) -> None:
         """Copies a C-contiguous array to the device."""
         self._copy(address, values.ctypes.data, values.nbytes, _TO_DEVICE)
-        # CUDA returns before a copy of up to 64 KiB to the device has ended, and ONNX Runtime's stream does not wait
-        # for the default one: without this, a graph may read what was there before.
+        # CUDA's documents disagree whether a copy of up to 64 KiB to the device may return before it has ended, and ONNX
+        # Runtime's stream does not wait for the default one: a graph must not read what was there before.
         self._call("cudaStreamSynchronize", ctypes.c_void_p(_DEFAULT_STREAM))
 
     def read(self, address: int, values: npt.NDArray[Any]) -> None:
