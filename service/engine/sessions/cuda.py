@@ -71,7 +71,7 @@ class CudaRuntime:
     def write(self, address: int, values: npt.NDArray[Any]) -> None:
         """Copies a C-contiguous array to the device."""
         self._copy(address, values.ctypes.data, values.nbytes, _TO_DEVICE)
-        # CUDA's documents disagree whether a copy of up to 64 KiB to the device may return before it has ended, and ONNX
+        # CUDA's pages disagree whether a copy of up to 64 KiB to the device may return before it has ended, and ONNX
         # Runtime's stream does not wait for the default one: a graph must not read what was there before.
         self._call("cudaStreamSynchronize", ctypes.c_void_p(_DEFAULT_STREAM))
 
