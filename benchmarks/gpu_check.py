@@ -4,7 +4,7 @@
     S]
 
     parity     both families in fp16 and bf16 against PyTorch in float32 on the same card
-    captured   captured decode steps against eager ones, bit for bit
+    captured   eager decode steps against themselves, and captured ones against eager ones, bit for bit
     batches    ragged, mixed, preempted and prefix-shared batches against the same requests alone
     server     a server process: exports, proves, streams full batches, reloads under load, unloads, stops
     speed      the 1.1 B model's decode and prefill beside compiled transformers, as shares of the roofline

@@ -23,11 +23,13 @@ import torch
 from onnx import numpy_helper
 from torch import Tensor
 
-from export.operators import DOMAIN
+from export.operators import DOMAIN, INT4_PANEL_COLUMNS, PANEL_COLUMNS
 from model.nn.transformer import Transformer
 from model.spec.artifact import Precision
 
+Array = npt.NDArray[Any]
 Float32 = npt.NDArray[np.float32]
+Float64 = npt.NDArray[np.float64]
 
 _ROUNDED = {Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16}
 _QUANTIZED = re.compile(r"_(int8|int4)$")
@@ -44,6 +46,10 @@ _HALF_STEP = 0.505
 _MOST_CLIPPED = 4.5
 _INT8_LIMIT = 127
 _INT4_ZERO = 8
+# Of a matrix's largest weight: rows below it have scales that float32 or float16 cannot represent well.
+_NEGLIGIBLE = 1e-20
+# Compared at once; whole panels of 16 and of 32.
+_ROWS = 1024
 
 
 class StoredWeightsError(Exception):
@@ -69,7 +75,7 @@ class StoredWeights:
 def compare(folder: Path, files: Sequence[str], model: Transformer, precision: Precision) -> StoredWeights:
     """Compares all tensors of the graphs `files` in `folder` with the weights of `model`.
 
-    One tensor is in memory at a time. Every weight of the model must be in at least one graph.
+    One tensor is in memory at a time, and dequantized in part. Every weight of the model must be in at least one graph.
 
     Raises:
         StoredWeightsError: naming each tensor that differs, is unknown, or is missing.
@@ -129,7 +135,7 @@ class _Stored:
         stem = scale.removesuffix(_SCALE)
         return [name for name in (f"{stem}_int8", f"{stem}_int4") if name in self.tensors]
 
-    def _values(self, name: str) -> npt.NDArray[Any]:
+    def _values(self, name: str) -> Array:
         return numpy_helper.to_array(self.tensors[name], base_dir=str(self.folder))
 
     def _compare_floats(self, name: str, weight: Tensor) -> str:
@@ -149,27 +155,35 @@ class _Stored:
         if any(list(node.input[1:3]) != [name, scale] for node in self.nodes if {name, scale} & set(node.input)):
             return f"a node reads it without {scale}", 0.0
         codes, scales = self._values(name), self._values(scale).astype(np.float32)
-        try:
-            if kind == "int8":
-                integers, steps = _int8_codes(codes, weight.shape), scales[:, None]
-            else:
-                is_own = all(node.domain == DOMAIN for node in self.nodes if name in node.input)
-                integers, steps = (_int4_codes if is_own else _nibbles)(codes, scales, weight.shape)
-        except ValueError as error:
-            return f"has another layout: {error}", 0.0
-        errors = weight - integers * steps
-        sizes = np.abs(steps)
-        allowed = np.full_like(errors, _HALF_STEP)
-        if kind == "int4":
-            is_end = (integers == -_INT4_ZERO) | (integers == _INT4_ZERO - 1)
-            allowed[is_end & (errors * integers * steps > 0)] = _MOST_CLIPPED
-        is_wrong = ~(np.abs(errors) <= allowed * sizes)
-        # A column of zeros has any scale.
-        is_wrong |= (sizes == 0) & (weight != 0)
-        loss = float(np.sqrt(np.square(errors).mean() / max(np.square(weight).mean(), np.finfo(np.float32).tiny)))
-        if not is_wrong.any():
+        is_own = all(node.domain == DOMAIN for node in self.nodes if name in node.input)
+        columns, unpack = (PANEL_COLUMNS, _int8_codes) if kind == "int8" else (1, _nibbles)
+        if kind == "int4" and is_own:
+            columns, unpack = INT4_PANEL_COLUMNS, _int4_codes
+        if len(codes) != -(-len(weight) // columns):
+            return f"has the layout {list(codes.shape)}, the checkpoint's is {list(weight.shape)}", 0.0
+        floor = max(_NEGLIGIBLE * float(np.abs(weight).max(initial=0)), float(np.finfo(np.float32).tiny))
+        num_wrong, squares = 0, np.zeros(2)
+        for start in range(0, len(weight), _ROWS):
+            # In float64, so that the comparison itself rounds nothing.
+            part = weight[start : start + _ROWS].astype(np.float64)
+            panels = slice(start // columns, -(-(start + len(part)) // columns))
+            rows = slice(start, start + len(part)) if kind == "int8" else panels
+            try:
+                integers, steps = unpack(codes[panels], scales[rows], part.shape)
+            except ValueError as error:
+                return f"has another layout: {error}", 0.0
+            errors = part - integers * steps
+            allowed = np.full_like(errors, _HALF_STEP)
+            if kind == "int4":
+                is_end = (integers == -_INT4_ZERO) | (integers == _INT4_ZERO - 1)
+                allowed[is_end & (np.sign(errors) == np.sign(integers * steps))] = _MOST_CLIPPED
+            # Written so that a NaN is wrong.
+            num_wrong += int((~(np.abs(errors) <= allowed * np.abs(steps) + floor)).sum())
+            squares += np.square(errors).sum(), np.square(part).sum()
+        loss = float(np.sqrt(squares[0] / squares[1])) if squares[1] else 0.0
+        if not num_wrong:
             return "", loss
-        return f"{int(is_wrong.sum())} of {weight.size} values are further from the checkpoint's than rounding", loss
+        return f"{num_wrong} of {weight.size} values are further from the checkpoint's than rounding", loss
 
 
 def _is_among(weight: Tensor, others: Iterable[Tensor]) -> bool:
@@ -181,23 +195,22 @@ def _float32(weight: Tensor) -> Float32:
     return values
 
 
-def _int8_codes(panels: npt.NDArray[np.int8], shape: tuple[int, ...]) -> Float32:
-    """Codes `[N, K]` from panels `[⌈N / 32⌉, ⌈K / 4⌉, 32, 4]`.
+def _int8_codes(panels: Array, scales: Float32, shape: tuple[int, ...]) -> tuple[Float64, Float64]:
+    """Codes and steps `[N, K]` from panels `[⌈N / 32⌉, ⌈K / 4⌉, 32, 4]` and scales `[N]`.
 
     Raises:
         ValueError: if the panels are of another matrix, or their padding is not zero.
     """
     outer, inner = shape
     codes = panels.transpose(0, 2, 1, 3).reshape(panels.shape[0] * panels.shape[2], -1)
-    if not outer <= len(codes) < outer + panels.shape[2] or codes[outer:].any() or codes[:, inner:].any():
-        raise ValueError(f"panels {list(panels.shape)} hold no matrix {[outer, inner]}")
-    found: Float32 = codes[:outer, :inner].astype(np.float32)
-    if found.shape != shape or np.abs(found).max(initial=0) > _INT8_LIMIT:
-        raise ValueError(f"panels {list(panels.shape)} hold no matrix {[outer, inner]}")
-    return found
+    found = codes[:outer, :inner].astype(np.float64)
+    is_padded = not codes[outer:].any() and not codes[:, inner:].any()
+    if found.shape != shape or not is_padded or np.abs(found).max(initial=0) > _INT8_LIMIT:
+        raise ValueError(f"panels {list(panels.shape)} hold no matrix {list(shape)}")
+    return found, scales[:, None].astype(np.float64)
 
 
-def _int4_codes(panels: npt.NDArray[np.uint8], scales: Float32, shape: tuple[int, ...]) -> tuple[Float32, Float32]:
+def _int4_codes(panels: Array, scales: Float32, shape: tuple[int, ...]) -> tuple[Float64, Float64]:
     """Codes and steps `[N, K]` from panels `[⌈N / 16⌉, K / 32, 4, 16, 4]` and scales `[⌈N / 16⌉, K / 32, 16]`.
 
     Raises:
@@ -206,14 +219,14 @@ def _int4_codes(panels: npt.NDArray[np.uint8], scales: Float32, shape: tuple[int
     outer, inner = shape
     num_panels, num_blocks, _, columns, _ = panels.shape
     both = np.stack([panels & 15, panels >> 4], axis=3)  # [panel, block, group of eight, half, column, k]
-    codes = both.transpose(0, 4, 1, 2, 3, 5).reshape(num_panels * columns, -1)
-    steps = scales.transpose(0, 2, 1).reshape(num_panels * columns, num_blocks)
-    if not outer <= len(codes) < outer + columns or codes.shape[1] != inner:
-        raise ValueError(f"panels {list(panels.shape)} hold no matrix {[outer, inner]}")
-    return codes[:outer].astype(np.float32) - _INT4_ZERO, np.repeat(steps[:outer], inner // num_blocks, axis=1)
+    codes = both.transpose(0, 4, 1, 2, 3, 5).reshape(num_panels * columns, -1)[:outer]
+    if codes.shape != shape:
+        raise ValueError(f"panels {list(panels.shape)} hold no matrix {list(shape)}")
+    steps = scales.transpose(0, 2, 1).reshape(num_panels * columns, num_blocks)[:outer].astype(np.float64)
+    return codes.astype(np.float64) - _INT4_ZERO, np.repeat(steps, inner // num_blocks, axis=1)
 
 
-def _nibbles(packed: npt.NDArray[np.uint8], scales: Float32, shape: tuple[int, ...]) -> tuple[Float32, Float32]:
+def _nibbles(packed: Array, scales: Float32, shape: tuple[int, ...]) -> tuple[Float64, Float64]:
     """Codes and steps `[N, K]` from `MatMulNBits`' bytes `[N, K / block, block / 2]` and scales `[N, K / block]`.
 
     Raises:
@@ -222,5 +235,5 @@ def _nibbles(packed: npt.NDArray[np.uint8], scales: Float32, shape: tuple[int, .
     codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)
     if codes.shape != shape:
         raise ValueError(f"bytes {list(packed.shape)} hold no matrix {list(shape)}")
-    steps = np.repeat(scales.reshape(len(packed), -1), shape[1] // packed.shape[1], axis=1)
-    return codes.astype(np.float32) - _INT4_ZERO, steps
+    steps = scales.reshape(len(packed), -1).astype(np.float64)
+    return codes.astype(np.float64) - _INT4_ZERO, np.repeat(steps, shape[1] // packed.shape[1], axis=1)

@@ -22,7 +22,7 @@ from export.replay import PROVIDER, AttentionReplayer, PagedReplayer, Replayer, 
 from model import kernels
 from model.spec import artifact, golden, golden_attention
 from model.spec.artifact import EXPLAIN, ArtifactError, Device, KVLayout, KVPrecision, Manifest, Precision
-from model.spec.golden import CaseResult, Float32, GoldenCase, Tolerance, tolerance_of
+from model.spec.golden import MAX_DRIFT, CaseResult, Float32, GoldenCase, Tolerance, tolerance_of
 from model.spec.golden_attention import ATTENTION_TOLERANCES, AttentionCase, AttentionResult
 
 if TYPE_CHECKING:
@@ -276,7 +276,7 @@ def draw(report: ParityReport) -> Table:
 
 
 def describe(report: ParityReport) -> list[str]:
-    """Lines about stored weights and the cost of quantization, for people."""
+    """Lines about stored weights, the cost of quantization and the export's own answers, for people."""
     lines = []
     if (weights := report.weights) is not None:
         lines.append(f"{weights.num_tensors} stored tensors are the checkpoint's")
@@ -289,6 +289,12 @@ def describe(report: ParityReport) -> list[str]:
             f"{loss.clear_agreement:.1%} of the {loss.num_clear} that lead by {CLEAR_LEAD} of the spread"
         )
     drifts = [case.drift for case in report.cases if case.drift is not None]
-    if drifts:
-        lines.append(f"answers are those of the export, to {max(drifts):.1e} of the logits' spread")
+    if not drifts:
+        lines.append("not compared with the export's own answers, which the same kernels and processor must give again")
+    elif (drift := max(drifts)) <= MAX_DRIFT:
+        lines.append(f"answers are the export's own, to {drift:.1e} of the logits' spread")
+    else:
+        lines.append(
+            f"answers differ from the export's own by {drift:.1e} of the logits' spread, {MAX_DRIFT:g} is the limit"
+        )
     return lines

@@ -10,7 +10,7 @@ import atexit
 import dataclasses
 import shutil
 import tempfile
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -157,6 +157,22 @@ def tiny_tokenizer(vocab_size: int, *, ends_with_eos: bool) -> Tokenizer:
     template, special = (f"$A {EOS}", (EOS, 2)) if ends_with_eos else (f"{BOS} $A", (BOS, 1))
     tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=[special])
     return tokenizer
+
+
+def change_tensor(folder: Path, file: str, name: str, change: Callable[[Any], Any]) -> None:
+    """Replaces a stored tensor of an artifact by what `change` makes of its values, and makes its checksums fit."""
+    import numpy as np
+    import onnx
+    from onnx import numpy_helper
+
+    model = onnx.load(folder / file)
+    (tensor,) = (each for each in model.graph.initializer if each.name == name)
+    values = numpy_helper.to_array(tensor)
+    changed = np.ascontiguousarray(change(values.copy()), values.dtype)
+    tensor.CopyFrom(numpy_helper.from_array(changed, name))
+    (folder / f"{file}.data").unlink()
+    onnx.save(model, folder / file, save_as_external_data=True, location=f"{file}.data")
+    rehash(folder)
 
 
 def rehash(folder: Path) -> None:

@@ -563,7 +563,7 @@ class VerifyParityResponse(_message.Message):
         name: _builtins.str
         """Its name: what it covers."""
         passed: _builtins.bool
-        """Whether every logit was within the tolerance."""
+        """Whether every logit was within the tolerance and, where the same kernels and processor compute, as at export."""
         max_abs_error: _builtins.float
         """Largest absolute difference of a logit."""
         max_relative_error: _builtins.float

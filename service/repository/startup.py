@@ -20,7 +20,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from model import kernels
-from model.spec.golden import tolerance_of
+from model.spec.golden import MAX_DRIFT, tolerance_of
 from service.config import Kernels, ServeConfig
 from service.engine.engine import Engine, LastRun
 from service.engine.interfaces import StepEngine
@@ -116,8 +116,13 @@ def prove(model: ServedModel, engine: StepEngine) -> Parity:
 
 
 def failed_cases(parity: Parity) -> str:
-    """The names of the golden cases that failed, for an error or a log line."""
-    return ", ".join(case.name for case in parity.cases if not case.passed) or "there are none"
+    """The names of the golden cases that failed, and the reason, for an error or a log line."""
+    failed = [case for case in parity.cases if not case.passed]
+    names = ", ".join(case.name for case in failed) or "there are none"
+    drift = max((case.drift or 0.0 for case in failed), default=0.0)
+    if drift <= MAX_DRIFT:
+        return names
+    return f"{names}; logits differ from the export's own by {drift:.2g} of their spread, {MAX_DRIFT:g} is the limit"
 
 
 def report_kernels(wanted: Kernels) -> None:

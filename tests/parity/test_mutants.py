@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx
 import pytest
 from onnx import numpy_helper
@@ -26,18 +25,16 @@ from service.engine.engine import LastRun
 from service.engine.factory import build_engine
 from service.engine.scheduler import EngineLimits
 from service.engine.sessions.session import SessionOptions
-from tests.artifacts import ADDITIVE, paged_artifact, rehash, tiny_artifact
+from tests.artifacts import ADDITIVE, change_tensor, paged_artifact, tiny_artifact
 from tests.parity.test_stored_weights import mutants
 
 pytestmark = pytest.mark.skipif(not kernels.operators(), reason="by standard operators a proof is not exact")
 
 WIDE = {"d_model": 768, "num_heads": 12, "num_kv_heads": 4, "d_ff": 2048, "vocab_size": 1021}
 SAMPLE = 12
-"""Mutants of each set-up that every run tries."""
+"""Mutants of each set-up that a run tries: others with each seed of the tests' order."""
 _LEAST_VALUES = 8
 """Smaller tensors are constants of the graph: shapes and axes."""
-
-
 EQUIVALENT = {("no_sinks", "times 1.1")}
 """Changes no logit: the scores of absent attention sinks are so low that their exponentials are 0."""
 
@@ -51,16 +48,6 @@ def changed(folder: Path) -> Iterator[tuple[str, str, str, Any]]:
                 for what, values in mutants(tensors, name):
                     if (name, what) not in EQUIVALENT:
                         yield path.name, name, what, values
-
-
-def write_mutant(folder: Path, file: str, name: str, values: Any) -> None:
-    """Replaces a tensor of an artifact, and makes its checksums fit."""
-    model = onnx.load(folder / file)
-    tensor = next(each for each in model.graph.initializer if each.name == name)
-    tensor.CopyFrom(numpy_helper.from_array(np.ascontiguousarray(values), name))
-    (folder / f"{file}.data").unlink()
-    onnx.save(model, folder / file, save_as_external_data=True, location=f"{file}.data")
-    rehash(folder)
 
 
 @pytest.mark.timeout(3600)
@@ -78,11 +65,12 @@ def test_a_proof_refuses_every_mutant(
         overrides["num_kv_heads"] = overrides["num_heads"]
     folder = tiny_artifact(family, precision, kv, **overrides)
     all_mutants = list(changed(folder))
-    chosen = all_mutants if is_whole else random.Random(f"{family}{precision}{kv}").sample(all_mutants, SAMPLE)
+    seed = request.config.getoption("randomly_seed", 0)
+    chosen = all_mutants if is_whole else random.Random(f"{seed}").sample(all_mutants, SAMPLE)
     passed = []
     for file, name, what, values in chosen:
         mutant = Path(shutil.copytree(folder, tmp_path / "mutant"))
-        write_mutant(mutant, file, name, values)
+        change_tensor(mutant, file, name, lambda _, values=values: values)
         report = verify(mutant, lambda _: None)
         if not report.failed:
             passed.append((file, name, what, max(case.drift or 0.0 for case in report.cases)))
@@ -94,21 +82,19 @@ def test_a_proof_refuses_every_mutant(
 def test_the_engine_that_serves_refuses_a_mutant_where_the_exports_kernels_compute(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(tiny_artifact(Architecture.DECODER_ONLY, Precision.INT4), tmp_path / "mutant"))
     file, name = "decoder.onnx", "layers.1.feed_forward.gate_up.weight_scale"
-    (scales,) = (
-        numpy_helper.to_array(each) for each in onnx.load(folder / file).graph.initializer if each.name == name
-    )
-    write_mutant(folder, file, name, (scales * np.float16(1.1)).astype(np.float16))
+    change_tensor(folder, file, name, lambda scales: scales * 1.1)
     manifest, cases = load(folder), golden.load(folder / GOLDEN)
 
-    def results(*, own_kernels: bool) -> Sequence[CaseResult]:
-        options = SessionOptions(intra_op_threads=1, own_kernels=own_kernels)
+    def results(**values: bool) -> Sequence[CaseResult]:
+        options = SessionOptions(intra_op_threads=1, **values)
         engine = build_engine(folder, manifest, lambda _: "", EngineLimits(max_batch_size=3), options, LastRun())
         return engine.verify_golden(cases, golden.tolerance_of(manifest.precision, manifest.kv_cache.precision))
 
-    exact = results(own_kernels=True)
+    exact = results()
     assert all(case.drift is not None and case.drift > MAX_DRIFT and not case.passed for case in exact)
-    # Standard operators round otherwise: what remains is the tolerance of int4, which a tenth does not exceed.
-    assert all(case.drift is None and case.passed for case in results(own_kernels=False))
+    # Others round otherwise: what remains is the tolerance of int4, which a tenth does not exceed.
+    for other in ({"own_kernels": False}, {"map_weights": True}):
+        assert all(case.drift is None and case.passed for case in results(**other))
 
 
 @pytest.mark.parametrize("is_paged", [True, False])

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ from model.spec import artifact, golden
 from model.spec.artifact import DECODER, ENCODER, Device, KVPrecision, Precision
 from model.spec.golden import Tolerance
 from model.spec.tokenizer import Tokenizer
-from tests.artifacts import ADDITIVE, rehash, tiny_artifact, tiny_checkpoint, tiny_config
+from tests.artifacts import ADDITIVE, change_tensor, tiny_artifact, tiny_checkpoint, tiny_config
 from tests.environment import ROOT
 
 Float32 = npt.NDArray[np.float32]
@@ -294,20 +295,18 @@ def test_verify_fails_when_one_scale_of_one_weight_is_off(family: str, precision
         names = [name for name in names if ".qkv." not in name and ".query." not in name]
     for name in names:
         folder = Path(shutil.copytree(tiny_artifact(family, precision), tmp_path / name))
-        _spoil_scale(folder / "decoder.onnx", name, factor=100.0)
-        rehash(folder)
+        change_tensor(folder, "decoder.onnx", name, _spoil_one(100.0))
         assert verify(folder, lambda _: None).verdict is Verdict.FAILED, name
 
 
-def _spoil_scale(path: Path, name: str, factor: float) -> None:
-    """One number of one tensor of scales, multiplied."""
-    model = onnx.load(path)
-    (tensor,) = (tensor for tensor in model.graph.initializer if tensor.name == name)
-    scales = numpy_helper.to_array(tensor).copy()
-    scales.flat[scales.size // 2] *= factor
-    tensor.CopyFrom(numpy_helper.from_array(scales, name))
-    path.with_name(f"{path.name}.data").unlink()
-    onnx.save(model, path, save_as_external_data=True, location=f"{path.name}.data")
+def _spoil_one(factor: float) -> Callable[[Any], Any]:
+    """Multiplies one number of a tensor."""
+
+    def spoil(values: Any) -> Any:
+        values.flat[values.size // 2] *= factor
+        return values
+
+    return spoil
 
 
 def test_export_in_fewer_bits_fails_when_what_is_rounded_was_wrong_before(
@@ -462,8 +461,7 @@ def test_verify_fails_when_a_scale_of_kv_is_off(
 ) -> None:
     for name in names:
         folder = Path(shutil.copytree(tiny_artifact(family, kv_precision=KVPrecision.INT8), tmp_path / name))
-        _spoil_scale(folder / f"{graph}.onnx", name, factor=1e-3)
-        rehash(folder)
+        change_tensor(folder, f"{graph}.onnx", name, _spoil_one(1e-3))
         assert verify(folder, lambda _: None).verdict is Verdict.FAILED, name
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,11 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 import pytest
-from onnx import numpy_helper
+import torch
+from onnx import helper, numpy_helper
 
+from export.graphs import OPSET
+from export.quantize import quantize
 from export.stored_weights import StoredWeightsError, compare
 from model.nn.transformer import Transformer
 from model.spec.artifact import Device, KVPrecision, Precision, read_manifest
@@ -155,3 +159,33 @@ def test_a_weight_that_is_missing_or_read_with_anothers_scales_is_named(
     onnx.save(graph, path)
     with pytest.raises(StoredWeightsError, match=r"anothers_norm\.weight: the checkpoint has no weight of this name"):
         compare(tmp_path, files, model, Precision.INT8)
+
+
+@pytest.mark.parametrize("precision", [Precision.INT8, Precision.INT4])
+def test_weights_that_vanish_are_no_ones_fault(precision: Precision) -> None:
+    """Rows of 1e-26 have no float16 scale, of 1e-41 hardly a float32 one, of 1e-43 none; zeros have any."""
+    draw = np.random.default_rng(0)
+    weight = draw.standard_normal((1100, 64)).astype(np.float32)
+    for row, factor in ((3, 1e-26), (1050, 1e-41), (9, 1e-43), (70, 0.0)):
+        weight[row] *= np.float32(factor)
+    linear = helper.make_node("MatMul", ["rows", "w.weight_transposed"], ["out"], name="w/MatMul")
+    graph = helper.make_graph(
+        [linear],
+        "one",
+        [helper.make_tensor_value_info("rows", onnx.TensorProto.FLOAT, ["n", 64])],
+        [helper.make_tensor_value_info("out", onnx.TensorProto.FLOAT, ["n", 1100])],
+        [numpy_helper.from_array(np.ascontiguousarray(weight.T), "w.weight_transposed")],
+    )
+    quantized = quantize(helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)]), precision)
+    module = torch.nn.Module()
+    module.w = torch.nn.Linear(64, 1100, bias=False)
+    module.w.weight.data = torch.from_numpy(weight)
+
+    def problems(model: onnx.ModelProto) -> str:
+        with tempfile.TemporaryDirectory() as folder:
+            onnx.save(model, Path(folder) / "one.onnx")
+            return problems_of(Path(folder), ["one.onnx"], module, precision)  # type: ignore[arg-type]
+
+    assert problems(quantized) == ""
+    weight[1099, 63] += 0.5  # shares its memory with the module
+    assert "1 of 70400 values" in problems(quantized)

@@ -217,8 +217,10 @@ class Binding:
 
 
 def arithmetic_of(options: SessionOptions) -> str:
-    """What decides the bits of a graph on the CPU (`model.kernels.arithmetic`); empty if the kernels are not used."""
-    return kernels.arithmetic(ort.__version__) if options.own_kernels else ""
+    """What decides the bits of a graph on the CPU (`model.kernels.arithmetic`); empty where options change them."""
+    # Without prepacking, products by `MatMulNBits` have other bits.
+    is_usual = options.own_kernels and not options.map_weights
+    return kernels.arithmetic(ort.__version__) if is_usual else ""
 
 
 def share_threads(count: int) -> None:
