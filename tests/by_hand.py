@@ -166,6 +166,13 @@ class HandEngine(Engine):
         finally:
             self._replays = False
 
+    def check_batch_invariance(self, cases: Sequence[GoldenCase]) -> bool | None:
+        self._replays = True
+        try:
+            return super().check_batch_invariance(cases)
+        finally:
+            self._replays = False
+
     def calibrate(self, max_seconds: float, goes_on: Callable[[], bool] = lambda: True) -> tuple[StepStats, ...]:
         if self.has_work:
             self._world.problems.append(f"{self.model.name}: calibrated while it had work")

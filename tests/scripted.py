@@ -144,6 +144,10 @@ class ScriptedEngine:
         """Nothing to replay on."""
         raise NotImplementedError
 
+    def check_batch_invariance(self, cases: Sequence[GoldenCase]) -> bool | None:
+        """Nothing to check on."""
+        return None
+
     def calibrate(self, max_seconds: float) -> Sequence[StepStats]:
         """Nothing that would take time."""
         return ()

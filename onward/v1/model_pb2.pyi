@@ -337,6 +337,7 @@ class ParitySummary(_message.Message):
     NUM_CASES_FIELD_NUMBER: _builtins.int
     MAX_ABS_ERROR_FIELD_NUMBER: _builtins.int
     MIN_AGREEMENT_FIELD_NUMBER: _builtins.int
+    BATCH_INVARIANT_FIELD_NUMBER: _builtins.int
     passed: _builtins.bool
     """Whether every case passed."""
     num_cases: _builtins.int
@@ -345,6 +346,8 @@ class ParitySummary(_message.Message):
     """Largest absolute difference of a logit, over all cases."""
     min_agreement: _builtins.float
     """Smallest share of positions, over all cases, at which both choose the same token greedily."""
+    batch_invariant: _builtins.bool
+    """Whether a golden case had the same bits alone and in a batch of others. Absent if not checked, as on "cuda"."""
     def __init__(
         self,
         *,
@@ -352,12 +355,15 @@ class ParitySummary(_message.Message):
         num_cases: _builtins.int = ...,
         max_abs_error: _builtins.float = ...,
         min_agreement: _builtins.float = ...,
+        batch_invariant: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_batch_invariant", b"_batch_invariant", "batch_invariant", b"batch_invariant"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_abs_error", b"max_abs_error", "min_agreement", b"min_agreement", "num_cases", b"num_cases", "passed", b"passed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_batch_invariant", b"_batch_invariant", "batch_invariant", b"batch_invariant", "max_abs_error", b"max_abs_error", "min_agreement", b"min_agreement", "num_cases", b"num_cases", "passed", b"passed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__batch_invariant: _TypeAlias = _typing.Literal["batch_invariant"]  # noqa: Y015
+    _WhichOneofArgType__batch_invariant: _TypeAlias = _typing.Literal["_batch_invariant", b"_batch_invariant"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__batch_invariant) -> _WhichOneofReturnType__batch_invariant | None: ...
 
 Global___ParitySummary: _TypeAlias = ParitySummary  # noqa: Y015
 

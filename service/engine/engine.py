@@ -17,6 +17,7 @@ from model.spec.golden import CaseResult, GoldenCase, Tolerance, compare
 from service.engine.batch import KVFree, KVRetain, ScheduledBatch
 from service.engine.chunks import ChunkRules
 from service.engine.interfaces import Runner
+from service.engine.proof.batch_proof import MIN_CONTEXT, find_dependence, row_tokens
 from service.engine.proof.calibration import calibrate, rounds
 from service.engine.proof.chunk_proof import find_difference
 from service.engine.proof.replay import replay_all
@@ -189,15 +190,43 @@ class Engine:
             self._last_run.ended = None
             self._warm_up_once()
             # Admission is bypassed: no more rows at once than fit into memory, whatever their lengths.
-            max_rows = self._scheduler.limits.max_batch_size
-            num_slots = min(max_rows, self._scheduler.num_whole_rows)
-            empty = ScheduledBatch(kv_operations=(KVRetain(frozenset()), *map(KVFree, range(max_rows))))
-            self._runner.run(empty)
+            num_slots = min(self._scheduler.limits.max_batch_size, self._scheduler.num_whole_rows)
+            self._empty_rows()
             answers = replay_all(self._runner, cases, self.chunk_rules, num_slots)
             self._runner.own_weights()
             return tuple(
                 compare(case, logits, tolerance, self.arithmetic) for case, logits in zip(cases, answers, strict=True)
             )
+
+    def check_batch_invariance(self, cases: Sequence[GoldenCase]) -> bool | None:
+        """Whether a golden case has the same bits alone and in a batch (`service.engine.proof.batch_proof`).
+
+        If not, or if the check itself fails, disables speculation for the engine's life and logs why. Empties the
+        prefix cache. Call it after `verify_golden`, where the device promises batch invariance.
+
+        Returns:
+            None if not checked: without cases, with one row, or in a short context.
+
+        Raises:
+            RuntimeError: when requests live here: the check would overwrite their K/V.
+        """
+        rules, limits = self.chunk_rules, self._scheduler.limits
+        with self._idle():
+            num_slots = min(limits.max_batch_size, self._scheduler.num_rows_of(*row_tokens(rules)))
+            if not cases or num_slots < 2 or rules.context < MIN_CONTEXT:
+                return None
+            try:
+                self._empty_rows()
+                problem = find_dependence(
+                    self._runner, cases, rules, num_slots=num_slots, max_prefill_tokens=limits.max_prefill_tokens
+                )
+            except Exception as error:  # as in `prove_speculation`
+                failure = report_failure(f"{self._name}: the check of batch invariance failed", error)
+                problem = f"the check failed, {failure.error_id}"
+        if problem is not None:
+            self._scheduler.drafter.enable(is_proven=False)
+            _LOGGER.warning("%s: not batch-invariant, no prompt-lookup speculation: %s", self._name, problem)
+        return problem is None
 
     def prove_speculation(self, cases: Sequence[GoldenCase]) -> None:
         """Tests whether draft tokens would change a bit; enables speculation if not, and logs which.
@@ -261,6 +290,11 @@ class Engine:
             yield
         finally:
             self._scheduler.forget_kv()
+
+    def _empty_rows(self) -> None:
+        """Frees the K/V of all rows and of the prefix cache in the runner."""
+        rows = range(self._scheduler.limits.max_batch_size)
+        self._runner.run(ScheduledBatch(kv_operations=(KVRetain(frozenset()), *map(KVFree, rows))))
 
     def _warm_up_once(self) -> None:
         if self._warm_up is not None:

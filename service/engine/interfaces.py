@@ -31,7 +31,7 @@ class StepEngine(Protocol):
 
     @property
     def max_draft_tokens(self) -> int:
-        """Draft tokens of one step, at most; 0 without speculation. Constant."""
+        """Draft tokens of one step, at most; 0 without speculation, as from a failed `check_batch_invariance` on."""
 
     @property
     def has_work(self) -> bool:
@@ -65,6 +65,12 @@ class StepEngine(Protocol):
 
     def verify_golden(self, cases: Sequence[GoldenCase], tolerance: Tolerance) -> Sequence[CaseResult]:
         """Replays golden cases on the provider in use; only while it has no work."""
+
+    def check_batch_invariance(self, cases: Sequence[GoldenCase]) -> bool | None:
+        """Whether a golden case has the same bits alone and in a batch; None: not checked. Only while it has no work.
+
+        Where it has not, there is no speculation from then on.
+        """
 
     def calibrate(self, max_seconds: float) -> Sequence[StepStats]:
         """Times steps of a few sizes; only while it has no work."""

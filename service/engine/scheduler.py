@@ -155,8 +155,11 @@ class Scheduler:
     @property
     def num_whole_rows(self) -> int:
         """Sequences of full length that fit into the K/V memory, at least 1."""
-        row_bytes = self._budget.row_bytes(self.chunk_rules.context, self.chunk_rules.source_context)
-        return max(1, self._budget.num_bytes // row_bytes)
+        return self.num_rows_of(self.chunk_rules.context, self.chunk_rules.source_context)
+
+    def num_rows_of(self, num_tokens: int, num_source_tokens: int) -> int:
+        """Sequences of this length that fit into the K/V memory, at least 1."""
+        return max(1, self._budget.num_bytes // self._budget.row_bytes(num_tokens, num_source_tokens))
 
     def limit_kv(self, num_bytes: int) -> None:
         """Limits K/V to `num_bytes` of `kv_memory_bytes`; requests that do not fit wait.

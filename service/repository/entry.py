@@ -60,6 +60,7 @@ class ModelEntry:
         self.queue.metrics.serves(is_serving=self.is_serving)
         if self.parity is not None:
             self.queue.metrics.parity_checked(self.parity.max_abs_error, passed=self.parity.passed)
+            self.queue.metrics.batch_invariance_checked(is_invariant=self.parity.batch_invariant)
 
 
 class Models:

@@ -43,9 +43,13 @@ class ModelState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Parity:
-    """Results of the golden cases on the provider in use."""
+    """Results of the golden cases on the provider in use.
+
+    `batch_invariant`: whether a case has the same bits alone and in a batch; None if not checked.
+    """
 
     cases: tuple[CaseResult, ...]
+    batch_invariant: bool | None = None
 
     @property
     def passed(self) -> bool:

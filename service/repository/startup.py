@@ -4,7 +4,7 @@
     load      read and check the artifacts
     share     deal out the K/V memory
     build     make sessions, reserve K/V, prove speculation
-    prove     replay golden cases
+    prove     replay golden cases, check batch invariance
 
 `start_up` takes a process through all but the last, for `serve` and for a replica on Ray: their app proves models once
 it listens (`service.repository.verifier`). `prepare` builds and proves one model beside others, for LoadModel and
@@ -20,6 +20,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from model import kernels
+from model.spec.artifact import Device as BuiltFor
 from model.spec.golden import MAX_DRIFT, tolerance_of
 from service.config import Kernels, ServeConfig
 from service.engine.engine import Engine, LastRun
@@ -110,9 +111,12 @@ def prepare(config: ServeConfig, model: ServedModel, kv_bytes: int, last_run: La
 
 
 def prove(model: ServedModel, engine: StepEngine) -> Parity:
-    """Replays a model's golden cases on its idle engine."""
+    """Replays a model's golden cases on its idle engine; on the CPU, checks batch invariance, too."""
     tolerance = tolerance_of(model.manifest.precision, model.manifest.kv_cache.precision)
-    return Parity(tuple(engine.verify_golden(model.golden_cases, tolerance)))
+    cases = tuple(engine.verify_golden(model.golden_cases, tolerance))
+    # On CUDA batch invariance is not promised (docs/gpu.md).
+    is_promised = model.manifest.device is BuiltFor.CPU
+    return Parity(cases, engine.check_batch_invariance(model.golden_cases) if is_promised else None)
 
 
 def failed_cases(parity: Parity) -> str:

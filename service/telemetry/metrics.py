@@ -107,6 +107,9 @@ class Metrics:
         self.serving = gauge("model_serving", "Whether the model answers requests, 1 or 0.")
         self.parity = gauge("parity_max_abs_error", "Largest logit difference from PyTorch in the golden cases.")
         self.parity_passed = gauge("parity_passed", "Whether every golden case passed, 1 or 0.")
+        self.batch_invariant = gauge(
+            "batch_invariant", "Whether a golden case has the same bits alone and in a batch, 1 or 0."
+        )
         self.coefficient = gauge(
             "cost_model_coefficient", "Seconds of a step by term, fitted to measured steps.", "term"
         )
@@ -210,6 +213,15 @@ class ModelMetrics:
         """The golden cases were replayed."""
         self._set(self._metrics.parity, max_abs_error)
         self._set(self._metrics.parity_passed, passed)
+
+    def batch_invariance_checked(self, *, is_invariant: bool | None) -> None:
+        """Batch invariance was checked, None: was not; a model that fails has no speculation from then on."""
+        if is_invariant is None:
+            self._metrics.batch_invariant.remove_by_labels({_MODEL: self._model})
+            return
+        self._set(self._metrics.batch_invariant, is_invariant)
+        if not is_invariant:
+            self.max_draft_tokens(0)
 
     def cost_model(self, coefficients: Mapping[str, float], relative_error: float | None) -> None:
         """The cost model was fitted anew: seconds of a step by term, and the predictions' recent error."""

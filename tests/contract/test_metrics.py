@@ -179,6 +179,24 @@ def test_the_most_draft_tokens_are_shown_even_when_zero(registry: CollectorRegis
     assert value(registry, "spec_decode_max_draft_tokens") is None
 
 
+def test_batch_invariance_is_shown_where_it_was_checked_and_a_model_without_it_has_no_drafts(
+    registry: CollectorRegistry,
+) -> None:
+    model = Metrics(registry).for_model("m")
+    model.max_draft_tokens(4)
+    model.batch_invariance_checked(is_invariant=None)
+    assert value(registry, "batch_invariant") is None
+    model.batch_invariance_checked(is_invariant=True)
+    assert (value(registry, "batch_invariant"), value(registry, "spec_decode_max_draft_tokens")) == (1, 4)
+    model.batch_invariance_checked(is_invariant=False)
+    assert (value(registry, "batch_invariant"), value(registry, "spec_decode_max_draft_tokens")) == (0, 0)
+    model.batch_invariance_checked(is_invariant=None)
+    assert value(registry, "batch_invariant") is None, "of an engine that was replaced"
+    model.batch_invariance_checked(is_invariant=True)
+    model.close()
+    assert value(registry, "batch_invariant") is None
+
+
 OBJECTIVES = Objectives(time_to_first_token=(0.2, 1.0), inter_token_latency=(0.03,), e2e_latency=(200.0,))
 
 

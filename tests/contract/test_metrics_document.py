@@ -33,6 +33,7 @@ def shown() -> list[tuple[str, ...]]:
     metrics = Metrics(registry, Objectives(e2e_latency=(1.0,)))
     theirs.register(VllmNames(metrics))
     metrics.for_model("m").parity_checked(0.0, passed=True)
+    metrics.for_model("m").batch_invariance_checked(is_invariant=True)
     metrics.for_model("m").kv_memory(1)
     metrics.for_model("m").max_draft_tokens(4)
     metrics.for_model("m").cost_model({"decode_pair": 1e-6}, 0.1)

@@ -7,7 +7,7 @@ everything that the scheduler may ask of it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -22,16 +22,19 @@ from service.engine.kv.slots import SlotTable
 Float32 = npt.NDArray[np.float32]
 
 
-def replay(runner: Runner, case: GoldenCase, rules: ChunkRules, num_slots: int) -> Float32:
-    """The runner's logits for a case, `[feeds, V] float32` in the order of its feeds.
+def replay(
+    runner: Runner, case: GoldenCase, rules: ChunkRules, num_slots: int, rows: Collection[int] | None = None
+) -> Float32:
+    """The runner's logits for a case, `[feeds, V] float32` in the order of its feeds: of `rows`, by default of all.
 
     A case of more rows than slots is replayed in groups, as rows are independent of batch composition. The runner must
     be idle: its K/V are overwritten.
     """
-    feeds = [feed for step in case.steps for feed in step]
+    wanted = range(len(case.sequences)) if rows is None else rows
+    feeds = [feed for step in case.steps for feed in step if feed.row in wanted]
     logits: dict[Feed, Float32] = {}
     for first in range(0, len(case.sequences), num_slots):
-        _Replay(runner, case, rules, range(first, first + num_slots)).run(logits)
+        _Replay(runner, case, rules, range(first, first + num_slots)).run(logits, wanted)
     return np.stack([logits[feed] for feed in feeds])
 
 
@@ -84,8 +87,8 @@ class _Replay:
         self._slots: SlotTable[int] = SlotTable(len(group))
         self._num_computed = [0] * len(case.sequences)
 
-    def run(self, logits: dict[Feed, Float32]) -> None:
-        """Runs every step; stores the logits of each feed."""
+    def run(self, logits: dict[Feed, Float32], wanted: Collection[int]) -> None:
+        """Runs every step; stores the logits of each feed of the rows `wanted`."""
         copies: tuple[KVCopy, ...] = ()
         for step in self._case.steps:
             feeds = [feed for feed in step if feed.row in self._group]
@@ -94,20 +97,22 @@ class _Replay:
             output = self._runner.run(self._batch(feeds, copies))
             slots = {row: slot for slot, row in enumerate(self._slots)}
             for feed in feeds:
-                logits[feed] = output[slots[feed.row]].copy()
+                if feed.row in wanted:
+                    logits[feed] = output[slots[feed.row]].copy()
                 self._num_computed[feed.row] += feed.count
             copies = tuple(self._release())
 
     def _batch(self, feeds: Sequence[Feed], copies: tuple[KVCopy, ...]) -> ScheduledBatch:
         joining = [(self._slots.append(feed.row), feed.row) for feed in feeds if feed.start == 0]
-        sources = [
-            EncodeRow((slot,), tuple(self._case.sources[row].tolist())) for slot, row in joining if self._case.sources
-        ]
+        # As the scheduler does, a source of several rows is encoded once.
+        sources: dict[tuple[int, ...], list[int]] = {}
+        for slot, row in joining if self._case.sources else ():
+            sources.setdefault(tuple(self._case.sources[row].tolist()), []).append(slot)
         slots = {row: slot for slot, row in enumerate(self._slots)}
         decoding = {slots[feed.row] for feed in feeds if feed.count == 1}
         return ScheduledBatch(
             kv_operations=copies,
-            encodes=self._rules.group_sources(sources),
+            encodes=self._rules.group_sources(EncodeRow(tuple(to), source) for source, to in sources.items()),
             decode=tuple(
                 self._decode_row(self._slots[slot], is_padding=slot not in decoding)
                 for slot in range(max(decoding, default=-1) + 1)
