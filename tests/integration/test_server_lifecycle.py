@@ -26,9 +26,11 @@ from service.app import App, Ready, run
 from service.commands.ask import health as probe
 from service.config import HealthConfig
 from service.engine.batch import ScheduledBatch
+from service.engine.engine import Engine
+from service.engine.scheduler import EngineLimits
 from service.errors import StartupError
 from service.repository.models import ModelState
-from tests.fakes import Death, FakeRunner, Gate, expected_tokens
+from tests.fakes import Death, FakeRunner, Gate, expected_tokens, fake_engine
 from tests.servers import (
     CONFIG,
     MODEL,
@@ -47,6 +49,7 @@ from tests.servers import (
     stream_request,
     tokens_of,
 )
+from tests.unit.service.engine.proof.test_batch_proof import Dependent, dependent
 
 # gRPC's poller holds on to every event loop it has met: one for all.
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -150,6 +153,39 @@ async def test_model_that_fails_its_golden_cases_does_not_serve_and_others_do() 
     assert error.code() is grpc.StatusCode.UNAVAILABLE
     assert described.state == model_pb2.MODEL_STATE_FAILED
     assert not described.parity.passed
+
+
+def guessing_engine(runner: FakeRunner) -> Engine:
+    """An engine whose speculation is proven, as `build_engines` makes it."""
+    limits = EngineLimits(max_batch_size=SLOTS, prefill_chunk=8, max_prefill_tokens=16, look_up=4)
+    engine = fake_engine(runner, limits=limits)
+    engine.prove_speculation(served_model().golden_cases)
+    return engine
+
+
+async def test_model_whose_bits_depend_on_the_batch_serves_says_so_and_drafts_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    runners = {"even": FakeRunner(SLOTS), "odd": Dependent(SLOTS, dependent)}
+    engines = {name: guessing_engine(runner) for name, runner in runners.items()}
+    async with running([served_model(name) for name in runners], engines, verify=False) as server:
+        drafts = partial(server.metric, "spec_decode_max_draft_tokens")
+        assert [drafts(model_name=name) for name in runners] == [4, 4]
+        await server.app.verify_all()
+        assert [await health(server, name) for name in runners] == [SERVING] * 2
+        assert [drafts(model_name=name) for name in runners] == [4, 0]
+        samples = [server.registry.get_sample_value("onward_batch_invariant", {"model_name": name}) for name in runners]
+        described = [(await server.models.GetModel(model_pb2.GetModelRequest(model=name))).parity for name in runners]
+        verified = (await server.models.VerifyParity(model_pb2.VerifyParityRequest(model="odd"))).parity
+    assert samples == [1, 0]
+    assert all(parity.HasField("batch_invariant") for parity in described)
+    assert [parity.batch_invariant for parity in described] == [True, False]
+    assert all(parity.passed for parity in described)
+    assert verified == described[1]
+    lines = [record.getMessage() for record in caplog.records if "batch-invariant" in record.getMessage()]
+    (place,) = set(lines)
+    assert len(lines) == 2, "one for each check"
+    assert place.startswith("engine: not batch-invariant, no prompt-lookup speculation: step 1, row ")
 
 
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.INT8])

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from model.spec import artifact, golden
 from model.spec.config import ModelConfig
 from service.engine.batch import (
     DecodeRow,
@@ -26,18 +27,21 @@ from service.engine.batch import (
     PrefillRow,
     ScheduledBatch,
 )
-from service.engine.factory import model_shape
+from service.engine.engine import LastRun
+from service.engine.factory import build_engine, model_shape
 from service.engine.kv.budget import plan_kv_memory
 from service.engine.kv.reservations import KVBudget
-from service.engine.scheduler import Scheduler
+from service.engine.scheduler import EngineLimits, Scheduler
 from service.engine.types import (
     BeamSearchParams,
     GenerationRequest,
     StepOutput,
     StoppingParams,
 )
+from tests.artifacts import paged_artifact, tiny_artifact
 from tests.fakes import drain, events_of, tokens_of
 from tests.served import (
+    THREADS,
     VARIANTS,
     Served,
     alone,
@@ -428,3 +432,20 @@ def test_batch_invariance_under_a_tight_budget(variant: str) -> None:
     restored = {operation.handle for operation in host.recorder.operations if isinstance(operation, KVRestore)}
     dropped = {operation.handle for operation in host.recorder.operations if isinstance(operation, KVDrop)}
     assert dropped - restored, "no cached chunk was evicted"
+
+
+@pytest.mark.parametrize("family", ["decoder-only", "encoder-decoder"])
+@pytest.mark.parametrize("kind", ["kernels", "standard-operators", "blocks"])
+@pytest.mark.parametrize("num_rows", [3, 32])
+def test_batch_invariance_is_found_by_the_check_at_start(family: str, kind: str, num_rows: int) -> None:
+    folder = paged_artifact(family) if kind == "blocks" else tiny_artifact(family)
+    manifest, cases = artifact.load(folder), golden.load(folder / artifact.GOLDEN)
+    options = dataclasses.replace(THREADS, own_kernels=kind == "kernels")
+    # Memory for two rows of full length holds more of the check's rows.
+    kv = plan_kv_memory(manifest, 2, None).num_bytes if num_rows == 32 else None
+    limits = EngineLimits(max_batch_size=num_rows, kv_memory_bytes=kv)
+    engine = build_engine(folder, manifest, str, limits, options, LastRun())
+    tolerance = golden.tolerance_of(manifest.precision, manifest.kv_cache.precision)
+    for _ in range(2):
+        assert all(result.passed for result in engine.verify_golden(cases, tolerance))
+        assert engine.check_batch_invariance(cases) is True

@@ -15,6 +15,7 @@ from unittest.mock import Mock
 import pytest
 
 from model import kernels
+from model.spec.artifact import Device as BuiltFor
 from service import app
 from service.config import ServeConfig, parse_command_line
 from service.engine.engine import LastRun
@@ -22,7 +23,8 @@ from service.engine.sessions.session import GraphError
 from service.engine.types import Device
 from service.errors import StartupError
 from service.repository import startup
-from tests.servers import MODEL, engine_for, served_model
+from tests.servers import MODEL, SLOTS, engine_for, served_model
+from tests.unit.service.engine.proof.test_batch_proof import Dependent, dependent
 
 FLAGS = ["--models", "unused", "--port", "0", "--metrics-port", "0", "--threads", "3", "--no-calibrate"]
 
@@ -112,3 +114,14 @@ def test_graph_that_fails_in_the_replay_makes_the_model_unfit(monkeypatch: pytes
     (problem,) = refusal.value.problems
     assert problem.startswith("its golden cases could not be replayed, ")
     assert "/a/path" not in problem
+
+
+@pytest.mark.parametrize("device", BuiltFor)
+def test_batch_invariance_is_checked_where_it_is_promised(device: BuiltFor) -> None:
+    model = served_model()
+    model = replace(model, manifest=replace(model.manifest, device=device))
+    engine = engine_for(model, runner := Dependent(SLOTS, dependent))
+    parity = startup.prove(model, engine)
+    assert parity.passed
+    assert parity.batch_invariant is (False if device is BuiltFor.CPU else None)
+    assert any(map(dependent, runner.batches)) is (device is BuiltFor.CPU)
