@@ -11,7 +11,7 @@ RAY := build/ray-venv
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test stress-test check kernels .kernels serve bench scenarios scaling faults nightly soak ray gpu-check image wheels proto format serving-check client-check node-client clean
+.PHONY: help demo test stress-test check kernels .kernels serve bench scenarios evidence scaling faults nightly soak ray gpu-check image release-check wheels proto format serving-check client-check node-client clean
 
 help: ## list the verbs
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -61,6 +61,10 @@ scenarios: $(STAMP) .kernels ## each situation with its promise: long prompts, p
 		$(BIN)/python -m benchmarks run $$name $(SCENARIOS) || exit; \
 	done
 
+evidence: $(STAMP) .kernels ## measure every table behind the README's figures that is missing or of older code (EVIDENCE="--list")
+	$(BIN)/python -m benchmarks evidence $(EVIDENCE)
+	$(BIN)/python -m benchmarks evidence --write
+
 scaling: $(STAMP) .kernels ## measure the quadratic law of attention, fit it, report it (SCALING="--quick")
 	$(BIN)/python -m loadtest scaling $(SCALING)
 
@@ -73,7 +77,6 @@ nightly: faults ## what is too long for every run: faults, then every mutant of 
 
 soak: $(STAMP) .kernels ## ten minutes of load with cancels, then the same with a leak that must be found
 	$(BIN)/python -m benchmarks run soak $(SOAK)
-	$(BIN)/python -m benchmarks run soak --leak-mb-per-hour 20 $(SOAK)
 
 # In the file's order: its last tests replace the replicas that the others share.
 ray: $(STAMP) .kernels ## install Ray Serve into an environment of its own (half a gigabyte) and try the server on it
@@ -87,6 +90,10 @@ gpu-check: ## check and measure all that needs CUDA, in the present interpreter 
 
 image: ## build the container image (EXTRA=gpu for CUDA)
 	docker build --build-arg EXTRA=$(or $(EXTRA),cpu) --build-arg REVISION=$$(git rev-parse --short HEAD) --tag onward:$(or $(EXTRA),cpu) .
+
+release-check: $(STAMP) ## refuse a release whose README shows other figures than the data, or whose data are of older code
+	$(BIN)/python -m benchmarks evidence --check
+	$(BIN)/python -m benchmarks evidence --fresh
 
 wheels: $(STAMP) ## build the distributions `onward` and `onward-server` into dist/
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist ./onward .

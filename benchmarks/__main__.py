@@ -2,6 +2,7 @@
 
     python -m benchmarks list
     python -m benchmarks run NAME [options]      `--help` lists them
+    python -m benchmarks evidence [options]      all tables behind the README's figures
 
 The last line of stdout is one JSON object; progress goes to stderr. Documents, data and pictures go to `build/bench`,
 or with `--docs` to `docs/results`. Exit status: 0 measured; 1 not measured, or a promise that must hold
@@ -14,6 +15,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from benchmarks import evidence
 from benchmarks.frame.scenario import load, names
 
 
@@ -27,6 +29,8 @@ def main(arguments: Sequence[str]) -> int:
             return 0
         case ["run", name, *rest] if name in names():
             return load(name).run(rest)
+        case ["evidence", *rest]:
+            return evidence.main(rest)
     print(f"{(__doc__ or '').strip()}\n\nNAME is one of {', '.join(names())}.", file=sys.stderr)
     return 2
 

@@ -13,13 +13,14 @@ _TICKS = "/proc/stat"
 
 
 def describe() -> dict[str, Any]:
-    """Processor name and number of cores, as the system reports them."""
+    """Processor name, number of cores, and whether they have AMX, as the system reports them."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return {"processor": names[0] if names else platform.processor(), "cores": os.cpu_count()}
+    has_amx = any("amx_int8" in line.split() for line in lines if line.startswith("flags"))
+    return {"processor": names[0] if names else platform.processor(), "cores": os.cpu_count(), "amx": has_amx}
 
 
 def watch_others() -> Callable[[], float | None]:

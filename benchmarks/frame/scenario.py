@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar, get_args, get_type_hints
 
 from benchmarks import scenarios
-from benchmarks.frame import models
+from benchmarks.frame import models, tables
 from benchmarks.frame.errors import ArgumentError
 from benchmarks.frame.journal import Journal
 from benchmarks.frame.models import Subject
-from loadtest.machine import describe
+from loadtest import provenance
+from loadtest.machine import describe, watch_others
 
 BUILD = Path("build/bench")
 DOCS = Path("docs/results")
@@ -83,11 +84,12 @@ class ModelSettings(Settings):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """How a scenario is run: where it keeps files, whether figures are only a trial, whether it resumes."""
+    """How a scenario is run: where it keeps files, whether it is only a trial, whether it resumes, its files' name."""
 
     build: Path = BUILD
     is_quick: bool = False
     resume: bool = False
+    name: str = ""
 
     def subject(self, settings: ModelSettings, max_batch: int, *flags: str) -> Subject:
         """The settings' model, exported with these flags of the exporter.
@@ -100,12 +102,13 @@ class Run:
         )
 
     def journal(self, name: str, head: Mapping[str, Any]) -> Journal:
-        """The journal of a run with these facts; a new one unless the run resumes.
+        """The journal of a run with these facts, of this commit; a new one unless the run resumes.
 
         Raises:
             ArgumentError: if there is no journal to resume, or it has other facts.
         """
-        return Journal.open(self.build / f"{name}.jsonl", head, resume=self.resume)
+        facts = {**head, "commit": provenance.here()["commit"]}
+        return Journal.open(self.build / f"{self.name or name}.jsonl", facts, resume=self.resume)
 
 
 _Settings = TypeVar("_Settings")
@@ -124,7 +127,6 @@ class Scenario(Generic[_Settings]):
         draw: the picture, as SVG.
         caption: the picture's alternative text.
         picture_only: results that only the picture needs.
-        merge: data to write, from what was written before and the results; default: the results.
         printed: results on the last line of stdout; default: all.
         must_hold: whether the exit status is 1 where `passed` is false.
         is_resumable: whether `--resume` is offered.
@@ -137,7 +139,6 @@ class Scenario(Generic[_Settings]):
     draw: Callable[[Results], str] | None = None
     caption: str = ""
     picture_only: Collection[str] = ()
-    merge: Callable[[Results, Results], Results] | None = None
     printed: Collection[str] = ()
     must_hold: bool = False
     is_resumable: bool = False
@@ -155,36 +156,46 @@ class Scenario(Generic[_Settings]):
     def run(self, arguments: Sequence[str]) -> int:
         """Measures, writes, prints; returns the exit status."""
         settings, run, folder = self.parse(arguments)
-        began = time.monotonic()
+        if folder == DOCS and not run.is_quick and provenance.is_changed():
+            print(f"{self.name}: --docs writes figures of committed code, and this has changes", file=sys.stderr)
+            return 2
+        began, others, code = time.monotonic(), watch_others(), provenance.here()
         try:
             found = self.measure(settings, run)
         except RuntimeError as error:
             print(f"{self.name}: {error}", file=sys.stderr)
             return 2 if isinstance(error, ArgumentError) else 1
-        facts = {"scenario": self.name, "version": models.version(), "is_quick": run.is_quick, "machine": describe()}
-        given = json.loads(json.dumps(asdict(settings), default=str))  # type: ignore[call-overload]
-        results = {**facts, "seconds": round(time.monotonic() - began, 1), "settings": given, **found}
-        command = shlex.join(["python", "-m", "benchmarks", "run", self.name, *arguments])
-        self.write(results, folder, command)
+        facts = {
+            "scenario": self.name,
+            "command": shlex.join(["python", "-m", "benchmarks", "run", self.name, *arguments]),
+            **code,
+            "version": models.version(),
+            "is_quick": run.is_quick,
+            "machine": describe(),
+            "others_share": others(),
+            "seconds": round(time.monotonic() - began, 1),
+            "settings": json.loads(json.dumps(asdict(settings), default=str)),  # type: ignore[call-overload]
+        }
+        results = {**facts, **found}
+        self.write(results, folder, run.name)
         shown = {name: value for name, value in results.items() if not self.printed or name in self.printed}
         print(json.dumps({k: v for k, v in shown.items() if k not in self.picture_only}, allow_nan=False))
         return int(self.must_hold and not results["passed"])
 
-    def write(self, results: Results, folder: Path, command: str) -> None:
-        """Writes document, data and picture, side by side."""
+    def write(self, results: Results, folder: Path, name: str = "") -> None:
+        """Writes document, data and picture, side by side; `name` is their files', by default the scenario's."""
+        name = name or self.name
         folder.mkdir(parents=True, exist_ok=True)
-        data, is_quick = folder / f"{self.name}.json", results["is_quick"]
-        if self.merge is not None:
-            results = self.merge(json.loads(data.read_text(encoding="utf-8")) if data.exists() else {}, results)
         kept = {key: value for key, value in results.items() if key not in self.picture_only}
-        data.write_text(json.dumps(kept, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        data = json.dumps(kept, indent=1, allow_nan=False) + "\n"
+        (folder / f"{name}.json").write_text(data, encoding="utf-8")
         if self.draw is not None:
-            (folder / f"{self.name}.svg").write_text(self.draw(results), encoding="utf-8")
+            (folder / f"{name}.svg").write_text(self.draw(results), encoding="utf-8")
         if self.render is not None:
-            trial = "**A quick run, to see that it works: its figures say nothing.**\n\n" * is_quick
-            picture = f"![{self.caption}]({self.name}.svg)\n\n" if self.draw is not None else ""
-            document = f"{self.render(results).rstrip()}\n\n{picture}{trial}Measured by `{command}`.\n"
-            (folder / f"{self.name}.md").write_text(document, encoding="utf-8")
+            trial = "**A quick run, to see that it works: its figures say nothing.**\n\n" * results["is_quick"]
+            picture = f"![{self.caption}]({name}.svg)\n\n" if self.draw is not None else ""
+            document = f"{self.render(results).rstrip()}\n\n{picture}{trial}{tables.measured(results)}\n"
+            (folder / f"{name}.md").write_text(document, encoding="utf-8")
 
     def parse(self, arguments: Sequence[str]) -> tuple[_Settings, Run, Path]:
         """Settings, how to run, and the folder for documents.
@@ -208,16 +219,17 @@ class Scenario(Generic[_Settings]):
         parser.add_argument(
             "--build", type=Path, default=BUILD, help=f"folder for weights and results (default: {BUILD})"
         )
-        if self.render is not None:
-            text = f"write the document into {DOCS}, not into --build"
-            parser.add_argument("--docs", action="store_true", default=False, help=text)
+        text = f"write the files into {DOCS}, not into --build"
+        parser.add_argument("--docs", action="store_true", default=False, help=text)
+        parser.add_argument("--name", default="", help=f"of the files (default: {self.name})")
         given = vars(parser.parse_args(arguments))
         is_quick, resume, docs, build = (given.pop(name, False) for name in ("quick", "resume", "docs", "build"))
+        name = given.pop("name")
         values = {name: tuple(_flat(value)) if isinstance(value, list) else value for name, value in given.items()}
         if is_quick:
             small = {each.name: each.metadata.get("quick") for each in fields(self.settings)}  # type: ignore[arg-type]
             values = {name: value for name, value in small.items() if value is not None} | values
-        return self.settings(**values), Run(build, is_quick, resume), DOCS if docs else build
+        return self.settings(**values), Run(build, is_quick, resume, name), DOCS if docs else build
 
 
 def load(name: str) -> Scenario[Any]:

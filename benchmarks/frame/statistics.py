@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import random
 import statistics
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 _HOUR = 3600.0
 _NUM_BATCHES = 12
+_LEAST_ROUNDS = 5
+_RESAMPLES = 2000
 
 
 def percentile(values: Collection[float], share: float) -> float:
@@ -21,15 +24,32 @@ def percentiles(values: Collection[float], *shares: int) -> dict[str, float]:
     return {f"p{share}": percentile(values, share / 100) for share in shares}
 
 
-def interval(samples: Sequence[float]) -> tuple[float, float] | None:
-    """95 % interval of the mean, by Student's t; None for fewer than two samples."""
-    if len(samples) < 2:
-        return None
-    from scipy import stats
+def bootstrap(statistic: Callable[..., float], *series: Sequence[float]) -> tuple[float, float] | None:
+    """95 % interval of a statistic of rounds, drawn again with replacement: the same rounds from every series.
 
-    half = float(stats.t.ppf(0.975, len(samples) - 1)) * statistics.stdev(samples) / math.sqrt(len(samples))
-    middle = statistics.fmean(samples)
-    return middle - half, middle + half
+    Args:
+        statistic: of all series.
+        series: of one length, a number for each round.
+
+    Returns:
+        None for fewer than five rounds.
+    """
+    if len(series[0]) < _LEAST_ROUNDS:
+        return None
+    drawn = random.Random(0)  # noqa: S311 (not for secrets)
+    rounds = range(len(series[0]))
+    found = []
+    for _ in range(_RESAMPLES):
+        chosen = drawn.choices(rounds, k=len(rounds))
+        found.append(statistic(*([each[number] for number in chosen] for each in series)))
+    found.sort()
+    tail = round(0.025 * _RESAMPLES)
+    return found[tail], found[-1 - tail]
+
+
+def ratio_of_medians(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Of two systems in the same rounds."""
+    return statistics.median(ours) / statistics.median(theirs)
 
 
 @dataclass(frozen=True, slots=True)

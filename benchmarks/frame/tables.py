@@ -23,9 +23,23 @@ def microseconds(seconds: float, digits: int = 0) -> str:
     return f"{1e6 * seconds:,.{digits}f} µs"
 
 
+def times(value: float | None, interval: Sequence[float] | None) -> str:
+    """A ratio and its interval."""
+    if value is None:
+        return "-"
+    return f"{value:.2f}" + ("" if interval is None else f" ({interval[0]:.2f} to {interval[1]:.2f})")
+
+
 def verdict(holds: object) -> str:
     """What is said of a promise."""
     return "holds" if holds else "does **not** hold"
+
+
+def measured(results: Mapping[str, Any]) -> str:
+    """The command of a run, its code, its day, and how busy others kept the machine."""
+    others = results["others_share"]
+    busy = "" if others is None else f" Other processes took {others:.1%} of the machine."
+    return f"Measured by `{results['command']}` at {results['commit']} on {results['date']}.{busy}"
 
 
 def conditions(results: Mapping[str, Any]) -> str:

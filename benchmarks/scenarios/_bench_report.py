@@ -9,7 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from benchmarks.frame.pictures import drawing
-from benchmarks.frame.tables import conditions, table
+from benchmarks.frame.tables import conditions, table, times
+from benchmarks.peers.systems import OURS
 
 NOISY = 0.05
 """Share of the machine taken by others from which a figure is marked."""
@@ -135,13 +136,15 @@ def _ratios(ratios: Mapping[str, Mapping[str, Any]]) -> list[str]:
     lines = [
         [
             place,
-            *("-" if ratio[name] is None else f"{ratio[name]:.2f}" for name in ("onward", "onward-engine")),
+            *(times(ratio[name], ratio["interval"] if name == judged else None) for name in OURS),
+            ratio["precision"] or "-",
             f"{ratio['best_peer']} {ratio['best_peer_precision']}",
             _share(ratio["best_peer_agreement"]),
         ]
         for place, ratio in ratios.items()
+        for judged in [next((name for name in OURS if ratio[name] is not None), None)]
     ]
-    headings = "model/precision/metric/batch/prompt|onward|onward-engine|best peer|its agreement"
+    headings = "model/precision/metric/batch/prompt|onward|onward-engine|in|best peer|its agreement"
     return ["## Ours over the best peer", "", *table(headings, lines), ""] if lines else []
 
 

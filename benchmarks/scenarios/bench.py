@@ -37,7 +37,7 @@ from benchmarks.frame.models import digest, draw, make_checkpoint
 from benchmarks.frame.roofline import best_limits, roofline
 from benchmarks.frame.rounds import say, shuffled
 from benchmarks.frame.scenario import Run, Scenario, Settings, option
-from benchmarks.frame.statistics import interval
+from benchmarks.frame.statistics import bootstrap, ratio_of_medians
 from benchmarks.peers import hf_folder
 from benchmarks.peers.child import Child, SystemFailed
 from benchmarks.peers.systems import CUDA_SYSTEMS, OURS, SYSTEMS, InstallError, SystemSpec, python_of
@@ -68,7 +68,7 @@ class BenchSettings(Settings):
     prompts: tuple[int, ...] = option((128, 512, 1024), "of prefill, in tokens", least=1, quick=(128,))
     decode_prompt: int = option(128)
     decode_new: int = option(128, "tokens that decode generates", flag="new", least=2, quick=32)
-    rounds: int = option(3, "of all systems", least=1, quick=1)
+    rounds: int = option(5, "of all systems", least=1, quick=1)
     repeats: int = option(3, "timed calls per figure and round", least=1, quick=1)
     device: str = option("cpu", "cpu or cuda", choices=("cpu", "cuda"))
     in_place: bool = option(False, "the systems of --device cuda, which need no installation")  # noqa: FBT003
@@ -308,7 +308,7 @@ def rows_of(
                 "value": statistics.median(samples) if samples else None,
                 "unit": UNIT,
                 "samples": samples,
-                "interval": interval(samples),
+                "interval": bootstrap(statistics.median, samples) if samples else None,
                 "noise": [each["noise"] for each in values],
                 "agreement": agreed,
                 "roofline": roofline(config, limits, unit.precision, place, settings.decode_new),
@@ -331,7 +331,8 @@ def _at(entry: Entry, point: Point) -> Mapping[str, Any]:
 def ratios_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Ours over the best peer, by `model/precision/metric/batch/prompt`; precision `any` lets each side choose its own.
 
-    There is no entry where no peer has a value; a system of ours without one is None.
+    There is no entry where no peer has a value; a system of ours without one is None. `interval` and `precision` are of
+    the first of ours that has a value.
     """
     ratios = {}
     places = {(row["model"], row["metric"], row["batch"], row["prompt"]) for row in rows}
@@ -342,16 +343,31 @@ def ratios_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
             peers = [row for row in alike if row["system"] not in OURS]
             if not peers:
                 continue
-            best = max(peers, key=lambda row: float(row["value"]))
-            ours = {name: max((row["value"] for row in alike if row["system"] == name), default=None) for name in OURS}
+            best = _fastest(peers)
+            ours = {name: _fastest([row for row in alike if row["system"] == name]) for name in OURS}
+            judged = next((row for row in ours.values() if row is not None), None)
             model, metric, batch, prompt = place
             ratios[f"{model}/{precision}/{metric}/{batch}/{prompt}"] = {
-                **{name: None if value is None else round(value / best["value"], 4) for name, value in ours.items()},
+                **{name: None if row is None else round(row["value"] / best["value"], 4) for name, row in ours.items()},
+                "interval": _interval(judged, best),
+                "precision": None if judged is None else judged["precision"],
                 "best_peer": best["system"],
                 "best_peer_precision": best["precision"],
                 "best_peer_agreement": best["agreement"],
             }
     return ratios
+
+
+def _fastest(rows: Sequence[Mapping[str, Any]]) -> Any:
+    """The row with the highest value; None of none."""
+    return max(rows, key=lambda row: float(row["value"]), default=None)
+
+
+def _interval(ours: Mapping[str, Any] | None, peer: Mapping[str, Any]) -> tuple[float, float] | None:
+    """Of the ratio of medians over the rounds; None where one of them lacks a round."""
+    if ours is None or len(ours["samples"]) != len(peer["samples"]):
+        return None
+    return bootstrap(ratio_of_medians, ours["samples"], peer["samples"])
 
 
 def make_weights(source: str, build: Path, *, is_fresh: bool, is_in_place: bool) -> Weights:

@@ -53,7 +53,7 @@ class SharingSettings(ModelSettings):
     in_flight: int = option(4, "prompts at once", least=1)
     lead: float = option(3.0)
     seconds: float = option(20.0, "of a round", least=1.0, quick=5.0)
-    repeats: int = option(3, "rounds", least=1, quick=1)
+    repeats: int = option(5, "rounds", least=1, quick=1)
     ways: tuple[str, ...] = option(tuple(WEIGHTS))
 
 

@@ -1,4 +1,4 @@
-"""Whether served greedy tokens are the reference's: asks a running server, then PyTorch judges every position.
+"""Whether served greedy tokens are the reference's: asks a server, then PyTorch judges every position.
 
 Requests of ragged prompt and output lengths join and leave while others run. Each served output is fed once,
 teacher-forced, through the cache-less reference: at every position the served token must be the reference's arg-max or
@@ -17,7 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.frame.scenario import Run, Scenario, option
+from benchmarks.frame import models
+from benchmarks.frame.models import QUIET, Subject
+from benchmarks.frame.scenario import Run, Scenario, Settings, option
 from benchmarks.frame.streams import connected, gathered, greedy
 from model import checkpoint as checkpoints
 from model.nn import reference
@@ -110,23 +112,33 @@ def judge(folder: Path, model: str, outputs: Sequence[ServedOutput]) -> Faithful
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FaithfulnessSettings:
-    """Which server is asked how much."""
+class FaithfulnessSettings(Settings):
+    """Which server is asked how much: one of its own, in `precision`, or one that runs."""
+
+    precision: str = option("fp32", "of the server of its own")
 
     checkpoint: Path = option(text="of the served model")  # noqa: RUF009 (a field)
     model: str = option("", "by name")
-    target: str = option("127.0.0.1:8001", "HOST:PORT of the server")
+    target: str = option("", "HOST:PORT of a server that runs")
     positions: int = option(10_000, "tokens to judge", least=1, quick=200)
     concurrency: int = option(24, "requests at a time", least=1)
-    seed: int = option(0, "of the requests")
 
 
-def measure(settings: FaithfulnessSettings, _: Run) -> dict[str, Any]:
+def measure(settings: FaithfulnessSettings, run: Run) -> dict[str, Any]:
     """Asks and judges."""
     config = checkpoints.load(settings.checkpoint).config
     requests = list(random_requests(config, settings.positions, settings.seed))
-    outputs = asyncio.run(collect(settings.target, settings.model, requests, settings.concurrency))
-    return dataclasses.asdict(judge(settings.checkpoint, settings.model, outputs))
+
+    def ask(target: str) -> dict[str, Any]:
+        outputs = asyncio.run(collect(target, settings.model, requests, settings.concurrency))
+        return dataclasses.asdict(judge(settings.checkpoint, settings.model, outputs))
+
+    if settings.target:
+        return ask(settings.target)
+    work = run.build / "scenarios" / "faithfulness" / settings.checkpoint.name
+    artifact = models.export(settings.checkpoint, work, settings.precision)
+    with Subject(artifact, settings.threads, settings.concurrency).served(*QUIET) as server:
+        return ask(server.target)
 
 
 SCENARIO = Scenario(__name__, FaithfulnessSettings, measure)

@@ -29,7 +29,7 @@ from benchmarks.frame.models import QUIET, draw
 from benchmarks.frame.pictures import drawing
 from benchmarks.frame.rounds import counted, say, shuffled
 from benchmarks.frame.scenario import ModelSettings, Results, Run, Scenario, option
-from benchmarks.frame.statistics import percentiles
+from benchmarks.frame.statistics import bootstrap, percentiles
 from benchmarks.frame.streams import connected, greedy
 from benchmarks.frame.tables import conditions, milliseconds, subject, table, verdict
 from onward.v1 import generation_pb2 as pb
@@ -61,7 +61,7 @@ class GoodputSettings(ModelSettings):
     capacity_seconds: float = option(20.0, quick=5.0)
     lead: float = option(10.0, quick=3.0)
     seconds: float = option(40.0, "of each round that count", above=0.0, quick=8.0)
-    rounds: int = option(3, "of both", least=1, quick=1)
+    rounds: int = option(5, "of both", least=1, quick=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,9 +191,16 @@ def judge(
         "ratio_by_round": [
             with_ / without if without else None for without, with_ in zip(*goodputs.values(), strict=True)
         ],
+        "ratio_interval": bootstrap(_ratio_of_means, goodputs["deadline"], goodputs["off"])
+        if all(goodputs["off"])
+        else None,
         "limit": LIMIT,
         "passed": deadline >= LIMIT * off and deadline > 0,
     }
+
+
+def _ratio_of_means(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    return statistics.mean(ours) / statistics.mean(theirs)
 
 
 def _describe(

@@ -92,6 +92,7 @@ def _describe(repeats: Sequence[Series]) -> dict[str, Any]:
         "first_seconds": first,
         "others_seconds": {"median": statistics.median(others), "p90": percentile(others, 0.9), "max": max(others)},
         "ratio": {"median": statistics.median(others) / first, "max": max(others) / first},
+        "ratio_by_repeat": [statistics.median(each[0] for each in series[1:]) / series[0][0] for series in repeats],
         "cached_tokens": {"first": cached[0], "others_least": min(cached[1:]), "others_most": max(cached[1:])},
         "seconds": seconds,
     }

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.frame import models
 from benchmarks.frame.engine import greedy_request, load_engine, serve
 from benchmarks.frame.errors import ArgumentError
 from benchmarks.frame.rounds import say
@@ -50,7 +51,8 @@ class QualitySettings(Settings):
 
     precision: str = option("")
     checkpoint: Path = option(text="trained on stdlib, dates or pairs")  # noqa: RUF009 (a field)
-    artifacts: tuple[Path, ...] = option(text="exported from it")
+    artifacts: tuple[Path, ...] = option((), "exported from it", spaced=True)
+    precisions: tuple[str, ...] = option(("int8", "int4", "int4-kv8"), "exported in turn, where no artifact is given")
     text_bytes: int = option(96 * 1024, "held-out text to score, in whole modules", least=1, quick=2048)
     num_dates: int = option(500, "held-out dates", least=1, quick=20)
     recipe: str = option("", "recipe of the training, for held-out pairs")
@@ -80,7 +82,7 @@ class Measure:
     of_artifact: Callable[[Path, Manifest], float]
 
 
-def measure(settings: QualitySettings, _: Run) -> dict[str, Any]:
+def measure(settings: QualitySettings, run: Run) -> dict[str, Any]:
     """The checkpoint, then its artifacts.
 
     Raises:
@@ -88,7 +90,9 @@ def measure(settings: QualitySettings, _: Run) -> dict[str, Any]:
     """
     try:
         source = checkpoint.load(settings.checkpoint)
-        artifacts = [(folder, _matching(folder, source)) for folder in settings.artifacts]
+        work = run.build / "scenarios" / "quality" / settings.checkpoint.name
+        made = (models.export(settings.checkpoint, work, precision) for precision in settings.precisions)
+        artifacts = [(folder, _matching(folder, source)) for folder in settings.artifacts or made]
     except (checkpoint.CheckpointError, artifact.ArtifactError) as error:
         raise ArgumentError(str(error)) from error
     how = _measure(source, settings)

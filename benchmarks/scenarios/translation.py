@@ -30,7 +30,8 @@ from benchmarks.frame import models
 from benchmarks.frame.models import KV_BITS, digest, draw
 from benchmarks.frame.rounds import interleaved, say
 from benchmarks.frame.scenario import Results, Run, Scenario, Settings, option
-from benchmarks.frame.tables import conditions, table, verdict
+from benchmarks.frame.statistics import bootstrap, ratio_of_medians
+from benchmarks.frame.tables import conditions, table, times, verdict
 from benchmarks.peers.child import Child, SystemFailed
 from benchmarks.peers.ctranslate2_translator import Batching
 from benchmarks.peers.systems import SYSTEMS, InstallError, SystemSpec, python_of
@@ -98,7 +99,7 @@ class TranslationSettings(Settings):
     output_least: int = option(8)
     output_most: int = option(200, quick=24)
     batchings: tuple[str, ...] = option((*BATCHINGS, OFFLINE), quick=("1 x 32", "2 x 8, sorted"))
-    rounds: int = option(3, "of all systems", least=1, quick=1)
+    rounds: int = option(5, "of all systems", least=1, quick=1)
     model: Mapping[str, Any] = option(None)
     install_timeout: float = option(3600.0)
     call_timeout: float = option(900.0)
@@ -293,18 +294,23 @@ def ratios(rows: Sequence[Mapping[str, Any]], tried: Mapping[Contender, float]) 
     Ours with fewer bits for keys and values is compared with CTranslate2's best in the same precision of products.
     """
     found: dict[str, float | None] = {}
+    intervals: dict[str, tuple[float, float] | None] = {}
     for precision in (*dict.fromkeys(each["precision"] for each in rows), "any"):
         ours = _best(rows, OURS, precision)
         peer = _best(rows, PEER, precision.partition(KV_BITS)[0])
-        found[precision] = ours / peer if ours and peer else None
+        found[precision] = ours["value"] / peer["value"] if ours and peer else None
+        if ours and peer and len(ours["samples"]) == len(peer["samples"]):
+            intervals[precision] = bootstrap(ratio_of_medians, ours["samples"], peer["samples"])
     offline = {contender.precision: rate for contender, rate in tried.items() if contender.batching == OFFLINE}
     overall = found["any"]
-    return {"ratios": found, "offline": offline, "limit": LIMIT, "passed": overall is not None and overall >= LIMIT}
+    passed = overall is not None and overall >= LIMIT
+    return {"ratios": found, "intervals": intervals, "offline": offline, "limit": LIMIT, "passed": passed}
 
 
-def _best(rows: Sequence[Mapping[str, Any]], system: str, precision: str) -> float | None:
-    rates = (each["value"] for each in rows if each["system"] == system and precision in (each["precision"], "any"))
-    return max((rate for rate in rates if rate), default=None)
+def _best(rows: Sequence[Mapping[str, Any]], system: str, precision: str) -> Mapping[str, Any] | None:
+    """The row with the highest value."""
+    own = (each for each in rows if each["system"] == system and precision in (each["precision"], "any"))
+    return max((each for each in own if each["value"]), key=lambda each: float(each["value"]), default=None)
 
 
 def one_line(error: Exception) -> str:
@@ -320,7 +326,7 @@ def render(results: Results) -> str:
         agreed = "-" if each["agreement"] is None else f"{each['agreement']:.1%}"
         batching = each["batching"] or ("continuous" if each["system"] == OURS else "")
         rows.append([each["system"], each["precision"], batching, value, agreed])
-    parts = [f"{name} {'-' if ratio is None else f'{ratio:.2f}'}" for name, ratio in results["ratios"].items()]
+    parts = [f"{name} {times(ratio, results['intervals'].get(name))}" for name, ratio in results["ratios"].items()]
     tries = [[each["batching"], each["precision"], f"{each['value']:.0f}"] for each in results["batchings"]]
     failures = [
         f"- {Contender(each['system'], each['precision'], each['batching'])}: `{each['error']}`"

@@ -33,7 +33,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from loadtest import machine
+from loadtest import machine, provenance
 from loadtest.scaling import report, study
 from loadtest.scaling.judge import drift, judge
 from loadtest.scaling.study import Found, StudySettings
@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     conditions = {
         "machine": machine.describe(),
         "versions": {name: version(name) for name in ("onward", "onnxruntime", "numpy", "scipy")},
-        "date": time.strftime("%Y-%m-%d"),
+        **provenance.here(),
         "quick": options.quick,
         "seconds": round(time.monotonic() - began, 1),
         "capacity": None,
@@ -101,7 +101,8 @@ def read_samples(path: Path) -> Measured:
     found.series |= {name: [(length, value) for length, value in each] for name, each in stored["series"].items()}
     # Runs that do not record `settle` had none.
     settings = {"settle": 0, **stored["settings"]}
-    conditions = {name: stored[name] for name in ("machine", "versions", "date", "quick", "seconds", "capacity")}
+    names = ("machine", "versions", "date", "commit", "quick", "seconds", "capacity")
+    conditions = {name: stored.get(name) for name in names}
     return Measured(found, StudySettings(**{**settings, "overrides": tuple(settings["overrides"])}), conditions)
 
 

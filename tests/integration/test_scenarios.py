@@ -63,8 +63,9 @@ def place_artifact(folder: Path, family: str, **overrides: Any) -> Path:
 def written(scenario: Any, settings: Any, found: dict[str, Any], folder: Path) -> str:
     """Writes results as the frame does; the document."""
     given = json.loads(json.dumps(asdict(settings), default=str))
-    about = {"settings": given, "machine": {"processor": "p", "cores": 2}, "is_quick": True}
-    scenario.write(about | found, folder / "written", "the command")
+    about = {"settings": given, "machine": {"processor": "p", "cores": 2}, "is_quick": True, "others_share": None}
+    about |= {"command": "the command", "commit": "abc", "date": "2026-11-26"}
+    scenario.write(about | found, folder / "written")
     if scenario.draw is not None:
         assert "<svg" in (folder / "written" / f"{scenario.name}.svg").read_text(encoding="utf-8")
     return (folder / "written" / f"{scenario.name}.md").read_text(encoding="utf-8")
@@ -239,13 +240,15 @@ def test_host_measures_the_steps_in_which_all_decode(
 ) -> None:
     monkeypatch.setattr("benchmarks.frame.scenario.BUILD", tmp_path)
     artifact = str(tiny_artifact("decoder-only"))
-    given = [artifact, "--batches", "1,3", "--prompt", "8", "--new", "6", "--threads", "1"]
+    given = ["--artifact", artifact, "--batches", "1,3", "--prompt", "8", "--new", "6", "--threads", "1"]
     assert command.main(["run", "host", *given]) == 0
     batches = json.loads(capsys.readouterr().out.splitlines()[-1])["batches"]
     assert set(batches) == {"1", "3"}
     for found in batches.values():
         assert found["run_seconds"] > 0
         assert 0 < found["host_share"] < 1
+        assert len(found["host_share_by_round"]) == 5
+        assert found["host_share_interval"][0] <= found["host_share"] <= found["host_share_interval"][1]
 
 
 # What they stand on.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from benchmarks.frame.errors import ArgumentError
 from benchmarks.frame.journal import Journal
 from benchmarks.frame.rounds import interleaved, shuffled
 from benchmarks.frame.scenario import Run, Scenario, Settings, option
-from benchmarks.frame.statistics import interval, percentile
+from benchmarks.frame.statistics import bootstrap, percentile, ratio_of_medians
 from benchmarks.frame.tables import replace, table
+from loadtest import provenance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,20 +93,33 @@ def test_wrong_arguments_are_refused_by_name(given: list[str], said: str, capsys
     assert said in capsys.readouterr().err
 
 
-def test_results_become_a_line_data_a_document_and_a_picture(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_results_become_a_line_data_a_document_and_a_picture(
+    folders: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(provenance, "is_changed", lambda: False)
+    monkeypatch.setattr(provenance, "here", lambda: {"commit": "abc", "date": "2026-11-26"})
     assert SHEEP.run(["green hill", "--docs"]) == 0
     line = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (line["scenario"], line["count"], line["settings"]["field"]) == ("test_frame", 1, "green hill")
     assert "onnxruntime" in line["version"]
     assert line["machine"]["cores"] >= 1
     assert "points" not in line
+    assert line["command"] == "python -m benchmarks run test_frame 'green hill' --docs"
+    assert (line["commit"], line["date"]) == ("abc", "2026-11-26")
     docs = folders / "docs"
     assert json.loads((docs / "test_frame.json").read_text()) == line
     assert (docs / "test_frame.svg").read_text() == "<svg>[1.5]</svg>"
-    assert (docs / "test_frame.md").read_text() == (
-        "# 1 sheep of green hill\n\n![All of them](test_frame.svg)\n\n"
-        "Measured by `python -m benchmarks run test_frame 'green hill' --docs`.\n"
+    assert (
+        (docs / "test_frame.md")
+        .read_text()
+        .startswith(
+            "# 1 sheep of green hill\n\n![All of them](test_frame.svg)\n\n"
+            "Measured by `python -m benchmarks run test_frame 'green hill' --docs` at abc on 2026-11-26."
+        )
     )
+    monkeypatch.setattr(provenance, "is_changed", lambda: True)
+    assert SHEEP.run(["green hill", "--docs"]) == 2, "of code that nobody can look up"
+    assert SHEEP.run(["green hill"]) == 0
 
 
 def test_a_promise_that_must_hold_is_the_exit_status_and_quick_figures_are_marked(folders: Path) -> None:
@@ -126,7 +141,7 @@ def test_what_cannot_be_measured_is_said_and_writes_nothing(folders: Path, capsy
         ("bench", ["--models", "none"]),
         ("bench", ["--systems", "llama.cpp", "--in-place"]),
         ("fleet", ["--servers", "3,2"]),
-        ("quality", ["none", "none"]),
+        ("quality", ["none"]),
         ("graphs", ["none", "--variants", "plain"]),
         ("graphs", ["none", "--variants", "plain", "--prefill", "--decode", "one"]),
         ("ablation", ["--set", "none=1"]),
@@ -189,11 +204,13 @@ def test_a_percentile_is_a_value_that_was_seen() -> None:
     assert percentile([3.0], 0.01) == 3.0
 
 
-def test_an_interval_covers_the_mean_as_often_as_it_says() -> None:
+def test_an_interval_covers_the_median_as_often_as_it_says_and_draws_the_same_rounds_of_all_series() -> None:
     rng = np.random.default_rng(0)
-    draws = [interval(rng.normal(5.0, 2.0, 4).tolist()) or (0.0, 0.0) for _ in range(2000)]
-    assert np.mean([low < 5.0 < high for low, high in draws]) == pytest.approx(0.95, abs=0.02)
-    assert interval([1.0]) is None
+    draws = [bootstrap(statistics.median, rng.normal(5.0, 2.0, 9).tolist()) or (0.0, 0.0) for _ in range(200)]
+    assert np.mean([low < 5.0 < high for low, high in draws]) == pytest.approx(0.95, abs=0.04)
+    assert bootstrap(statistics.median, [1.0] * 4) is None
+    slow = [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert bootstrap(ratio_of_medians, [2 * each for each in slow], slow) == (2.0, 2.0)
 
 
 def test_tables_align_figures_and_marked_parts_are_replaced() -> None:

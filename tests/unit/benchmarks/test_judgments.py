@@ -8,6 +8,7 @@ import random
 import threading
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -305,7 +306,10 @@ def test_prompts_of_scaling_out_share_a_few_prefixes_evenly() -> None:
 def test_int8_keys_and_values_are_compared_with_the_peers_int8() -> None:
     rates = {(OURS, "fp32"): 9.0, (OURS, "int8"): 4.0, (OURS, "int8-kv8"): 12.0}
     rates |= {(PEER, "fp32"): 3.0, (PEER, "int8"): 8.0}
-    rows = [{"system": system, "precision": name, "value": rate} for (system, name), rate in rates.items()]
+    rows: list[dict[str, Any]] = [
+        {"system": system, "precision": name, "value": rate, "samples": [rate]}
+        for (system, name), rate in rates.items()
+    ]
     assert translation.ratios(rows, {})["ratios"] == {"fp32": 3.0, "int8": 0.5, "int8-kv8": 1.5, "any": 1.5}
     rows[-1]["value"] = None
     assert translation.ratios(rows, {})["ratios"] == {"fp32": 3.0, "int8": None, "int8-kv8": None, "any": 4.0}

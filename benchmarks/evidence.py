@@ -1,0 +1,328 @@
+"""The evidence: the tables behind every figure of the README, each from one run of one command.
+
+    python -m benchmarks evidence [NAME …]   measures these tables; default: those missing, or of older code
+    python -m benchmarks evidence --list     each table: its commit, its day, how far the code has moved on
+    python -m benchmarks evidence --write    the README's table from the data
+    python -m benchmarks evidence --check    exit status 1 if the README's table is not that of the data
+    python -m benchmarks evidence --fresh    exit status 1 if a table is missing, or of older code
+
+Measuring goes table by table, on committed code and an idle machine. What is done is on the disk, so that the same
+command goes on after a break. Data lie in docs/results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.frame.rounds import say
+from benchmarks.frame.scenario import DOCS
+from benchmarks.frame.statistics import bootstrap
+from benchmarks.frame.tables import replace, table, times
+from loadtest import provenance
+from loadtest.machine import describe, watch_others
+
+README = Path("README.md")
+BEGIN, END = "<!-- evidence -->", "<!-- /evidence -->"
+BUSY = 0.05
+"""If other processes take more than this share of the machine, nothing is measured."""
+_LOOK_SECONDS = 5.0
+
+Results = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """One run.
+
+    Args:
+        name: of its data, `docs/results/NAME.json`.
+        command: after `python -m`; `{docs}` makes it write its data itself, others print them on their last line.
+        minutes: about so many.
+    """
+
+    name: str
+    command: str
+    minutes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A line of the README's table: what is claimed, and how its figure reads from a table's data."""
+
+    what: str
+    table: str
+    figure: Callable[[Results], str]
+
+
+_QUALITY = "benchmarks run quality build/checkpoints/{0} --docs --name quality-{0}"
+_FAITHFULNESS = "benchmarks run faithfulness build/checkpoints/{0} --docs --name faithfulness-{0}"
+_BENCH = "benchmarks run bench --models {0} --precisions fp32,bf16,int8,int4 --repeats 1 --new 64 --prompts 512,1024"
+_TRAINED = ("stdlib", "dates")
+_COMPARED = ("llama-110m", "gpt2-124m")
+
+TABLES = (
+    # Makes the trained models that others measure.
+    Table("demo", "benchmarks.demo", 5),
+    *(Table(f"quality-{name}", _QUALITY.format(name), 3) for name in _TRAINED),
+    *(Table(f"faithfulness-{name}", _FAITHFULNESS.format(name), 3) for name in _TRAINED),
+    Table("interference", "benchmarks run interference --docs", 5),
+    Table("prefix", "benchmarks run prefix --docs", 5),
+    Table("goodput", "benchmarks run goodput --docs", 11),
+    Table("core_sharing", "benchmarks run core_sharing --docs", 7),
+    Table("host", "benchmarks run host --docs", 3),
+    Table("speculation", "benchmarks run speculation --docs", 5),
+    Table("prediction", "benchmarks run prediction --docs", 10),
+    Table("scaling", "loadtest scaling --docs", 11),
+    Table("soak", "benchmarks run soak --docs", 26),
+    Table("translation", "benchmarks run translation --docs", 35),
+    *(Table(f"bench-{model}", f"{_BENCH.format(model)} --docs --name bench-{model}", 60) for model in _COMPARED),
+)
+
+
+def _of(name: str, digits: int = 2) -> Callable[[Results], str]:
+    return lambda results: f"{results[name]:.{digits}f}"
+
+
+def _prefix(results: Results) -> str:
+    shares = results["ways"]["sequential"]["ratio_by_repeat"]
+    low, high = bootstrap(median, shares) or (min(shares), max(shares))
+    return f"{median(shares):.0%} ({low:.0%} to {high:.0%}); with 8 in flight {_concurrent(results):.0%} of a miss's"
+
+
+def _concurrent(results: Results) -> float:
+    ways = results["ways"]
+    return float(ways["concurrent"]["others_seconds"]["median"] / ways["unshared"]["others_seconds"]["median"])
+
+
+def _interference(results: Results) -> str:
+    rises = [1e3 * rise for rise in results["p99_rise_seconds_by_repeat"]]
+    low, high = bootstrap(median, rises) or (min(rises), max(rises))
+    chunk = 1e3 * results["chunk_seconds"]["costliest"]
+    return f"{median(rises):.0f} ms ({low:.0f} to {high:.0f}); the costliest chunk takes {chunk:.0f} ms"
+
+
+def _prediction(results: Results) -> str:
+    parts = []
+    for model, found in results["models"].items():
+        alone, load = (found[when]["cost"]["share_within"] for when in ("alone", "load"))
+        parts.append(f"{model} {alone:.0%}, {load:.0%}")
+    return "; ".join(parts)
+
+
+def _sharing(results: Results) -> str:
+    parts = []
+    for way in ("even", "favored"):
+        each = results["ways"][way]
+        low, high = min(each["share_by_round"]), max(each["share_by_round"])
+        parts.append(f"{each['share']:.0%} ({low:.0%} to {high:.0%})")
+    return ", ".join(parts)
+
+
+def _host(results: Results) -> str:
+    each = results["batches"]["8"]
+    low, high = each["host_share_interval"]
+    return f"{1e3 * each['host_seconds']:.2f} ms, {each['host_share']:.1%} ({low:.1%} to {high:.1%})"
+
+
+def _kinds(form: str) -> Callable[[Results], str]:
+    def figure(results: Results) -> str:
+        reference, *rows = results["rows"]
+        parts = [f"{row['precision']}{'-kv8' * (row['kv_precision'] == 'int8')} {row['value']:{form}}" for row in rows]
+        return f"PyTorch {reference['value']:{form}}; {', '.join(parts)}"
+
+    return figure
+
+
+def _faithful(results: Results) -> str:
+    equal = round(results["agreement"] * results["positions"])
+    return f"{equal:,} of {results['positions']:,}; log-probabilities within {results['max_logprob_error']:.1e}"
+
+
+def _speculation(results: Results) -> str:
+    parts = []
+    for task in ("continue", "copy", "sample"):
+        ratios = results["tasks"][task]["ratios"]
+        parts.append(times(median(ratios), bootstrap(median, ratios)))
+    return ", ".join(parts)
+
+
+def _translation(results: Results) -> str:
+    return ", ".join(
+        f"{name} {times(results['ratios'][name], results['intervals'].get(name))}" for name in ("fp32", "int8")
+    )
+
+
+def _scaling(results: Results) -> str:
+    prefill = results["prefill"]
+    per_pair = [1e9 * prefill[name] for name in ("c", "c_low", "c_high")]
+    return f"{per_pair[0]:.1f} ns ({per_pair[1]:.1f} to {per_pair[2]:.1f}) n²"
+
+
+def _soak(results: Results) -> str:
+    clean, more = results["runs"]["as it is"], results["recovered"]
+    low, high = clean["mb_per_hour_low"], clean["mb_per_hour_high"]
+    put_in = results["settings"]["leak_mb_per_hour"]
+    control = f"{more['mb_per_hour']:.1f} ({more['low']:.1f} to {more['high']:.1f}) of {put_in:g} put in"
+    return f"{clean['mb_per_hour']:.1f} ({low:.1f} to {high:.1f}); the control finds {control}"
+
+
+def _bench(results: Results) -> str:
+    """Ours in the fastest precision over the fastest peer: decoding 1, 8, 32 rows, then prompts."""
+    parts = []
+    for place, ratio in results["ratios"].items():
+        _, precision, metric, batch, prompt = place.split("/")
+        if precision == "any" and ratio["onward"] is not None:
+            what = f"{metric} {prompt if metric == 'prefill' else batch}"
+            parts.append(f"{what} {times(ratio['onward'], ratio['interval'])}")
+    return ", ".join(parts)
+
+
+CLAIMS = (
+    Claim("held-out dates exact, over gRPC, after minutes of training", "demo", _of("dates_exact_match", 3)),
+    Claim(
+        "largest logit error of the float32 graphs against PyTorch",
+        "demo",
+        lambda r: f"{r['parity_max_abs_error']:.1e}",
+    ),
+    Claim("`stdlib`, bits per byte of held-out modules", "quality-stdlib", _kinds(".4f")),
+    Claim("`dates`, share of 500 held-out dates exact", "quality-dates", _kinds(".4f")),
+    Claim("`dates`: served greedy tokens that are the reference's", "faithfulness-dates", _faithful),
+    Claim("`stdlib`: the same", "faithfulness-stdlib", _faithful),
+    Claim("3,000 tokens amid eight streams: their 99th percentile rises by", "interference", _interference),
+    Claim("a shared prefix of 512 tokens: later first tokens, of the first's time", "prefix", _prefix),
+    Claim(
+        "answers in time at 1.5 times capacity: with admission over without",
+        "goodput",
+        lambda r: times(r["ratio"], r["ratio_interval"]),
+    ),
+    Claim("two busy models, weights 1 : 1 and 3 : 1: the first one's share of the cores", "core_sharing", _sharing),
+    Claim("host time of an int8 step at batch 8, and its share", "host", _host),
+    Claim("prompt look-up over none, one request: continuing, copying, sampling", "speculation", _speculation),
+    Claim("predictions within 20 %: one request at a time, and under load", "prediction", _prediction),
+    Claim("attention's share of a prompt of n tokens", "scaling", _scaling),
+    Claim("memory in MB an hour under load with cancels", "soak", _soak),
+    Claim("translation for 32 users over CTranslate2's best batching", "translation", _translation),
+    *(
+        Claim(f"`{model}` over the best of five peers in any precision", f"bench-{model}", _bench)
+        for model in _COMPARED
+    ),
+)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs one command; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks evidence", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"of tables: {', '.join(each.name for each in TABLES)}"
+    )
+    for flag in ("list", "write", "check", "fresh"):
+        parser.add_argument(f"--{flag}", action="store_true")
+    options = parser.parse_args(arguments)
+    if unknown := set(options.names) - {each.name for each in TABLES}:
+        parser.error(f"there is no table {', '.join(sorted(unknown))}")
+    if options.write:
+        README.write_text(written(README.read_text(encoding="utf-8"), DOCS), encoding="utf-8")
+        return 0
+    if options.check:
+        text = README.read_text(encoding="utf-8")
+        return _complain([] if written(text, DOCS) == text else [f"{README} has other figures than {DOCS}: --write"])
+    wanted = [each for each in TABLES if not options.names or each.name in options.names]
+    states = {each: state(each, DOCS) for each in wanted}
+    if options.list or options.fresh:
+        for each, said in states.items():
+            print(f"{each.name:20} {said or 'of this code'}")
+        return int(options.fresh and any(states.values()))
+    return _measure([each for each in wanted if options.names or states[each]])
+
+
+def read(name: str, folder: Path) -> Results | None:
+    """A table's data; None where it is missing, or does not say of which code it is."""
+    try:
+        results: Results = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+    except OSError:
+        return None
+    return results if results.get("commit") and results.get("command") else None
+
+
+def state(each: Table, folder: Path) -> str:
+    """Why a table should be measured; empty if it need not be."""
+    results = read(each.name, folder)
+    if results is None:
+        return "not measured"
+    count = provenance.commits_since(results["commit"])
+    since = f"measured {results['date']} at {results['commit']}"
+    if count is None:
+        return f"{since}, which is not in this history"
+    return f"{since}, {count} commits of measured code ago" if count else ""
+
+
+def written(readme: str, folder: Path) -> str:
+    """The README with the claims whose tables were measured.
+
+    Raises:
+        ValueError: if it lacks the marks.
+    """
+    rows = []
+    for claim in CLAIMS:
+        if (results := read(claim.table, folder)) is not None:
+            command = results["command"].replace(" --docs", "")
+            where = f"`{results['commit']}`, {results['date']}"
+            rows.append((claim.what, f"[{claim.figure(results)}]({DOCS}/{claim.table}.json)", f"`{command}`", where))
+    return replace(readme, BEGIN, END, "\n".join(table("what|figure (95 % interval)|command|at", rows, text_columns=4)))
+
+
+def _measure(wanted: Sequence[Table]) -> int:
+    """One after the other; stops at the first that cannot be measured."""
+    if provenance.is_changed():
+        return _complain(["there are changes that are not committed: nobody could look up what was measured"])
+    minutes = sum(each.minutes for each in wanted)
+    for number, each in enumerate(wanted):
+        say(f"{each.name}: table {number + 1} of {len(wanted)}, {minutes} minutes to go")
+        minutes -= each.minutes
+        if (busy := _busy()) > BUSY:
+            return _complain([f"{each.name}: others take {busy:.0%} of the machine, nothing is measured"])
+        if not _run(each):
+            return _complain([f"{each.name}: not measured"])
+    return 0
+
+
+def _busy() -> float:
+    share = watch_others()
+    time.sleep(_LOOK_SECONDS)
+    return share() or 0.0
+
+
+def _run(each: Table) -> bool:
+    """Whether a table was measured, by a command that wrote its data or printed them."""
+    command = [sys.executable, "-m", *shlex.split(each.command)]
+    code, others = provenance.here(), watch_others()
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    busy = others()
+    path = DOCS / f"{each.name}.json"
+    if "--docs" not in each.command and done.returncode == 0:
+        facts = {"command": f"python -m {each.command}", **code, "machine": describe(), "others_share": busy}
+        path.write_text(json.dumps(facts | json.loads(done.stdout.splitlines()[-1]), indent=1) + "\n", encoding="utf-8")
+    results = read(each.name, DOCS)
+    # A promise that does not hold is a figure, too: the command ends with 1 and has written it.
+    if results is None or results["commit"] != code["commit"]:
+        return False
+    say(f"{each.name}: measured, others took {busy or 0.0:.1%} of the machine")
+    return True
+
+
+def _complain(problems: Sequence[str]) -> int:
+    for problem in problems:
+        print(f"evidence: {problem}", file=sys.stderr)
+    return int(bool(problems))

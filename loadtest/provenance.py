@@ -1,0 +1,40 @@
+"""Where a figure comes from: the commit and the day, and how far the measured code has moved on since."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from pathlib import Path
+
+MEASURED = ("service", "model", "export", "onward", "proto", "loadtest", "benchmarks", "constraints.txt")
+"""Folders and files that decide figures."""
+_ROOT = Path(__file__).resolve().parents[1]
+
+
+def here() -> dict[str, str | None]:
+    """`date`, as YYYY-MM-DD, and `commit`, abbreviated; "+" behind it stands for changes that are not committed.
+
+    `commit` is None outside a git repository.
+    """
+    commit = _git("rev-parse", "--short=9", "HEAD")
+    return {"date": time.strftime("%Y-%m-%d"), "commit": commit and commit + "+" * is_changed()}
+
+
+def is_changed() -> bool:
+    """Whether measured code has changes that are not committed."""
+    return bool(_git("status", "--porcelain", "--", *MEASURED))
+
+
+def commits_since(commit: str) -> int | None:
+    """Commits that changed measured code after this one; None if it is unknown here."""
+    count = _git("rev-list", "--count", f"{commit}..HEAD", "--", *MEASURED)
+    return None if count is None else int(count)
+
+
+def _git(*arguments: str) -> str | None:
+    """What git prints; None where it fails."""
+    command = ["git", "-C", str(_ROOT), *arguments]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()  # noqa: S603
+    except (OSError, subprocess.CalledProcessError):
+        return None

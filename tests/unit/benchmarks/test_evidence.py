@@ -1,0 +1,100 @@
+"""The README's figures are those of the data, the data say of which code, and only idle machines measure."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import evidence
+from benchmarks.evidence import BEGIN, CLAIMS, END, TABLES, Claim, Table
+from benchmarks.frame.scenario import DOCS, load
+from loadtest import provenance
+from tests.environment import ROOT
+
+ORIGIN = {"command": "python -m sheep --docs", "commit": "abc1234", "date": "2026-11-26"}
+
+
+@pytest.fixture
+def sheep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A table whose command prints its count; where data go."""
+    (tmp_path / "printed.json").write_text('{"count": 3}')
+    monkeypatch.setattr(evidence, "TABLES", (Table("sheep", f"json.tool --compact {tmp_path / 'printed.json'}", 1),))
+    claims = (Claim("sheep", "sheep", lambda results: str(results["count"])), Claim("cows", "cows", str))
+    monkeypatch.setattr(evidence, "CLAIMS", claims)
+    monkeypatch.setattr(evidence, "DOCS", tmp_path)
+    monkeypatch.setattr(evidence, "README", tmp_path / "README.md")
+    monkeypatch.setattr(evidence, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(evidence, "_busy", lambda: 0.0)
+    monkeypatch.setattr(provenance, "is_changed", lambda: False)
+    monkeypatch.setattr(provenance, "here", lambda: {"commit": "abc1234", "date": "2026-11-26"})
+    monkeypatch.setattr(provenance, "commits_since", {"abc1234": 0, "old": 7}.get)
+    (tmp_path / "README.md").write_text(f"# Farm\n\n{BEGIN}\nnothing\n{END}\n")
+    return tmp_path
+
+
+def test_the_readmes_figures_are_those_of_the_data() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert evidence.written(text, ROOT / DOCS) == text
+
+
+def test_a_table_is_measured_once_and_its_figure_reaches_the_readme(sheep: Path) -> None:
+    assert evidence.main(["--fresh"]) == 1
+    assert evidence.main([]) == 0
+    found = json.loads((sheep / "sheep.json").read_text())
+    assert (found["count"], found["commit"], found["date"]) == (3, "abc1234", "2026-11-26")
+    (sheep / "printed.json").write_text('{"count": 4}')
+    assert evidence.main([]) == 0, "nothing is missing"
+    assert evidence.main(["--fresh"]) == 0
+    assert json.loads((sheep / "sheep.json").read_text())["count"] == 3
+    assert evidence.main(["--check"]) == 1
+    assert evidence.main(["--write"]) == 0
+    assert evidence.main(["--check"]) == 0
+    line = "| sheep | [3]("
+    assert line in (sheep / "README.md").read_text()
+    assert "cows" not in (sheep / "README.md").read_text(), "nobody counted them"
+    (sheep / "sheep.json").write_text(json.dumps(found | {"count": 5}))
+    assert evidence.main(["--check"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ({}, "not measured"),
+        ({"count": 1}, "not measured"),
+        (ORIGIN | {"commit": "old"}, "measured 2026-11-26 at old, 7 commits of measured code ago"),
+        (ORIGIN | {"commit": "strange"}, "measured 2026-11-26 at strange, which is not in this history"),
+        (ORIGIN, ""),
+    ],
+)
+def test_data_of_other_code_are_not_taken_for_this_codes(sheep: Path, data: dict[str, Any], said: str) -> None:
+    if data:
+        (sheep / "sheep.json").write_text(json.dumps(data))
+    assert evidence.state(evidence.TABLES[0], sheep) == said
+
+
+def test_nothing_is_measured_of_uncommitted_code_or_beside_others_or_by_a_command_that_fails(
+    sheep: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(evidence, "_busy", lambda: 0.3)
+    assert evidence.main([]) == 1
+    assert "others take 30% of the machine" in capsys.readouterr().err
+    monkeypatch.setattr(evidence, "_busy", lambda: 0.0)
+    monkeypatch.setattr(provenance, "is_changed", lambda: True)
+    assert evidence.main([]) == 1
+    monkeypatch.setattr(provenance, "is_changed", lambda: False)
+    (sheep / "printed.json").unlink()
+    assert evidence.main([]) == 1
+    assert not (sheep / "sheep.json").exists()
+
+
+def test_every_claim_has_a_table_and_every_tables_command_is_one_that_its_scenario_takes() -> None:
+    assert {claim.table for claim in CLAIMS} <= {each.name for each in TABLES}
+    for each in TABLES:
+        words = each.command.split()
+        if words[:2] == ["benchmarks", "run"]:
+            scenario = load(words[2])
+            _, run, folder = scenario.parse(words[3:])
+            assert (run.name or scenario.name, folder) == (each.name, DOCS)
