@@ -79,13 +79,15 @@ class SystemSpec:
             yield child
 
 
-OURS = ("onward", "onward-engine")
+OURS = ("onward", "onward-unary", "onward-engine")
+"""Behind gRPC in streams, as users receive tokens, and in unary calls; and without transport."""
 _OURS = {name: name for name in ("fp32", "bf16", "int8", "int4", "int8-kv8", "int4-kv8")}
 
 SYSTEMS: Mapping[str, SystemSpec] = {
     spec.name: spec
     for spec in (
         SystemSpec(name="onward", module="benchmarks.peers.onward", precisions=_OURS, work="onward"),
+        SystemSpec(name="onward-unary", module="benchmarks.peers.onward_unary", precisions=_OURS, work="onward"),
         SystemSpec(
             name="onward-engine",
             module="benchmarks.peers.onward_engine",

@@ -144,7 +144,7 @@ def _ratios(ratios: Mapping[str, Mapping[str, Any]]) -> list[str]:
         for place, ratio in ratios.items()
         for judged in [next((name for name in OURS if ratio[name] is not None), None)]
     ]
-    headings = "model/precision/metric/batch/prompt|onward|onward-engine|in|best peer|its agreement"
+    headings = f"model/precision/metric/batch/prompt|{'|'.join(OURS)}|in|best peer|its agreement"
     return ["## Ours over the best peer", "", *table(headings, lines), ""] if lines else []
 
 

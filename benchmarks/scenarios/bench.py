@@ -3,7 +3,8 @@
 In every round each system runs alone, in a process of its own, in an order drawn anew; the machine's limits are
 measured at the round's start. Two metrics, in tokens a second:
 
-    decode    B sequences of 128 prompt tokens together: B · (new - 1) / (t(new) - t(1 new)), new = 128
+    decode    B sequences of 128 prompt tokens together: B · (new - lead) / (t(new) - t(lead)), new = 128, where after
+              lead = min(B + 1, new / 2) tokens every prompt has been read: all sequences decode, in steady state
     prefill   one prompt: its tokens / t(1 new)
 
 with t the median of `--repeats` calls on unseen prompts, after a warm-up. A row's value is the median of its rounds.
@@ -204,13 +205,14 @@ class Bench:
         # Compiled and captured steps are those of a full call.
         warm = new if self.settings.device == "cuda" else min(new, _WARM_TOKENS)
         self._generate(child, prompts.draw(point.batch, point.prompt), warm)
-        one, noise = self._time(child, prompts, point, 1)
+        lead = min(point.batch + 1, new // 2) if point.metric == "decode" else 1
+        first, noise = self._time(child, prompts, point, lead)
         if point.metric == "prefill":
-            return {"value": point.prompt / one, "noise": noise}
+            return {"value": point.prompt / first, "noise": noise}
         every, noise_every = self._time(child, prompts, point, new)
-        if every <= one:
-            raise SystemFailed(f"{new} tokens took no longer than one: too small to measure")
-        return {"value": point.batch * (new - 1) / (every - one), "noise": max(noise, noise_every)}
+        if every <= first:
+            raise SystemFailed(f"{new} tokens took no longer than {lead}: too small to measure")
+        return {"value": point.batch * (new - lead) / (every - first), "noise": max(noise, noise_every)}
 
     def _time(self, child: Child, prompts: Prompts, point: Point, new: int) -> tuple[float, float]:
         """Median seconds and largest noise of the repeats."""

@@ -27,6 +27,7 @@ from benchmarks.frame.servers import cpu_seconds, proportional_bytes
 from benchmarks.infra.clock_server import addresses
 from benchmarks.peers.ctranslate2_translator import Batching, CTranslate2Translator
 from benchmarks.peers.onward import Onward
+from benchmarks.peers.onward_unary import OnwardUnary
 from benchmarks.peers.protocol import Options
 from benchmarks.peers.systems import InstallError
 from benchmarks.scenarios import (
@@ -460,7 +461,7 @@ def test_a_call_that_fails_fails_all_and_leaves_no_thread(tmp_path: Path, monkey
 
 def test_ours_answers_as_many_callers_as_there_are_at_a_time(tmp_path: Path) -> None:
     place_artifact(tmp_path, "encoder-decoder")
-    system = Onward(Options(tmp_path, tmp_path, "fp32", 1, 4, 0))
+    system = OnwardUnary(Options(tmp_path, tmp_path, "fp32", 1, 4, 0))
     system.prepare()
     try:
         system.load()
@@ -470,6 +471,8 @@ def test_ours_answers_as_many_callers_as_there_are_at_a_time(tmp_path: Path) -> 
         alone = [
             system.translate([source], [length], {}, 1)[0] for source, length in zip(sources, lengths, strict=True)
         ]
+        prompts = [[3, 4, 5], [6, 7, 8]]
+        assert system.generate(prompts, 6) == Onward.generate(system, prompts, 6), "unary and streamed"
     finally:
         system.close()
     assert [len(answer) for answer in together] == lengths
