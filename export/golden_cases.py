@@ -1,16 +1,19 @@
 """Plans an artifact's golden cases and computes PyTorch's answers.
 
 The schedules cover a server's steps: prompts of several lengths, whole and in even and uneven chunks, decoding after a
-prompt and from the first token, rows that join and leave a ragged batch, and short pasts beside one that fills the
-context. Tokens are random with a fixed seed. The answers come from the reference without a cache.
+prompt, from the first token and across the end of a chunk, rows that join and leave a ragged batch, and short pasts
+beside one that fills the context. Tokens are random with a fixed seed. The answers come from the reference without a
+cache.
 
 For large models the cases are bounded: their length by the reference's memory and by the time of a replay at every
-server start, the number of logits by the file size, about 40 rows for a large vocabulary. parity.json says up to which
-length a large model is proven.
+server start, but to no less than `MIN_TOKENS`; the number of logits by the file size, about 40 rows for a large
+vocabulary, so that long outputs compare some of their tokens. parity.json says up to which length a large model is
+proven.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -28,12 +31,18 @@ from model.spec.golden_attention import AttentionCase
 CHUNK = 128
 """The prefill chunk that the cases cross: the server's default."""
 
+MIN_TOKENS = 512
+"""Prompts and sources are proven at least so far, or to the end of the context."""
+MIN_DECODED = CHUNK + 8
+"""Outputs of encoder-decoders likewise."""
+
 _SEED = 20170612
 _LARGE_VOCABULARY = 8192
 _MAX_SCORE_BYTES = 256 * 2**20
 _MAX_PREFILL_MULTIPLICATIONS = 1.5e11
 _MAX_DECODE_MULTIPLICATIONS = 1e10
-_MAX_DECODE_LOGITS = 1e6
+_MAX_LOGITS = 1e6
+_LEAST_LOGITS = 4
 _MAX_ATTENTION_WEIGHTS = 2**17
 
 
@@ -42,13 +51,24 @@ class GoldenCaseError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class Plan:
     """A case without answers: lengths of its rows and their sources, and its schedule."""
 
     name: str
     lengths: tuple[int, ...]
     steps: tuple[Step, ...]
     source_lengths: tuple[int, ...] = ()
+
+    def compared(self, vocab_size: int) -> tuple[int, ...] | None:
+        """Numbers of the feeds whose logits are stored; None: all, where they are few or the vocabulary is small.
+
+        The last one, and others evenly spaced.
+        """
+        num_feeds = sum(map(len, self.steps))
+        most = max(_LEAST_LOGITS, int(_MAX_LOGITS / vocab_size))
+        if num_feeds <= most:
+            return None
+        return tuple(sorted({num_feeds - 1 - number * (num_feeds - 1) // (most - 1) for number in range(most)}))
 
 
 def make_cases(model: Transformer) -> tuple[GoldenCase, ...]:
@@ -57,10 +77,13 @@ def make_cases(model: Transformer) -> tuple[GoldenCase, ...]:
     Raises:
         GoldenCaseError: when a logit is not finite.
     """
-    config = model.config
-    plan = _plan_encoder_decoder if config.is_encoder_decoder else _plan_decoder_only
     answers = _Answers(model)
-    return tuple(answers.complete(case) for case in plan(config, num_parameters(model)))
+    return tuple(answers.complete(each) for each in plan(model.config, num_parameters(model)))
+
+
+def plan(config: ModelConfig, size: int) -> Iterator[Plan]:
+    """The cases of a model with `size` parameters."""
+    return (_plan_encoder_decoder if config.is_encoder_decoder else _plan_decoder_only)(config, size)
 
 
 def make_attention_cases(model: Transformer) -> tuple[AttentionCase, ...]:
@@ -92,63 +115,64 @@ def make_attention_cases(model: Transformer) -> tuple[AttentionCase, ...]:
     return tuple(cases)
 
 
-def _plan_decoder_only(config: ModelConfig, size: int) -> Iterator[_Plan]:
-    longest = _longest(config.context, _numbers_per_pair(config), _MAX_PREFILL_MULTIPLICATIONS / size)
+def _plan_decoder_only(config: ModelConfig, size: int) -> Iterator[Plan]:
+    longest = _longest(config.context, config, max(MIN_TOKENS, _MAX_PREFILL_MULTIPLICATIONS / size))
     # Long enough rows of `_long_pasts` already feed a chunk, and one token more.
     chunks = () if longest > CHUNK + 1 else (CHUNK, CHUNK + 1)
     for length in _fitting((1, 2, 31, *chunks), longest):
-        yield _Plan(f"prefill-{length}", (length,), _split(0, (length,)))
+        yield Plan(f"prefill-{length}", (length,), _split(0, (length,)))
+    if longest >= CHUNK + 2:
+        yield Plan(f"decode-across-{CHUNK}", (CHUNK + 2,), _split(0, [CHUNK - 2] + [1] * 4))
     yield _long_pasts(longest)
     (length,) = _fitting((70,), longest)
     uneven = (length // 3, 1, length // 2, length - length // 3 - 1 - length // 2)
-    yield _Plan(f"uneven-chunks-{length}", (length,), _split(0, uneven))
+    yield Plan(f"uneven-chunks-{length}", (length,), _split(0, uneven))
     even = (length // 3, length // 3, length - 2 * (length // 3))
-    yield _Plan(f"even-chunks-{length}", (length,), _split(0, even))
+    yield Plan(f"even-chunks-{length}", (length,), _split(0, even))
     (length,) = _fitting((29,), longest)
     num_decoded = min(3, length - 1)
-    yield _Plan(f"prefill-decode-{length}", (length,), _split(0, [length - num_decoded] + [1] * num_decoded))
+    yield Plan(f"prefill-decode-{length}", (length,), _split(0, [length - num_decoded] + [1] * num_decoded))
     (length,) = _fitting((6,), longest)
-    yield _Plan(f"decode-{length}", (length,), _split(0, [1] * length))
+    yield Plan(f"decode-{length}", (length,), _split(0, [1] * length))
     lengths = _ragged(config, longest)
-    yield _Plan(f"ragged-{len(lengths)}", lengths, staggered(lengths))
+    yield Plan(f"ragged-{len(lengths)}", lengths, staggered(lengths))
     pasts = _fitting((17, 2, 33), max(1, longest - 2))
     prefills = [step for row, past in enumerate(pasts) for step in _split(row, (past,))]
     num_decoded = min(2, longest - max(pasts))
     decodes = [tuple(Feed(row, past + new, 1) for row, past in enumerate(pasts)) for new in range(num_decoded)]
     lengths = tuple(past + num_decoded for past in pasts)
-    yield _Plan(f"ragged-pasts-{len(pasts)}", lengths, (*prefills, *decodes))
+    yield Plan(f"ragged-pasts-{len(pasts)}", lengths, (*prefills, *decodes))
 
 
-def _plan_encoder_decoder(config: ModelConfig, size: int) -> Iterator[_Plan]:
-    longest_source = _longest(config.source_context, _numbers_per_pair(config), _MAX_PREFILL_MULTIPLICATIONS / size)
-    max_steps = min(_MAX_DECODE_MULTIPLICATIONS / size, _MAX_DECODE_LOGITS / config.vocab_size)
-    longest = _longest(config.context, _numbers_per_pair(config), max_steps)
+def _plan_encoder_decoder(config: ModelConfig, size: int) -> Iterator[Plan]:
+    longest_source = _longest(config.source_context, config, max(MIN_TOKENS, _MAX_PREFILL_MULTIPLICATIONS / size))
+    longest = _longest(config.context, config, max(MIN_DECODED, _MAX_DECODE_MULTIPLICATIONS / size))
     for source_length in _fitting((1, 2, 15, 16, 17, longest_source), longest_source):
         (length,) = _fitting((3,), longest)
-        yield _Plan(f"source-{source_length}", (length,), _split(0, [1] * length), (source_length,))
+        yield Plan(f"source-{source_length}", (length,), _split(0, [1] * length), (source_length,))
     yield _long_output(longest, longest_source)
     lengths = _ragged(config, longest)
     sources = _clipped((7, 33, 1, 16, 20, 3, 48, 12), longest_source)[: len(lengths)]
-    yield _Plan(f"ragged-{len(lengths)}", lengths, staggered(lengths), sources)
+    yield Plan(f"ragged-{len(lengths)}", lengths, staggered(lengths), sources)
 
 
-def _long_pasts(longest: int) -> _Plan:
+def _long_pasts(longest: int) -> Plan:
     """A row prefilled in even chunks feeds its last token beside rows of shorter pasts."""
     pasts = _clipped((longest, CHUNK + 1, 33), max(1, longest - 1))
     even = [CHUNK] * (pasts[0] // CHUNK) + [pasts[0] % CHUNK]
     prefills = [*_split(0, even), *(step for row in (1, 2) for step in _split(row, (pasts[row],)))]
     lengths = tuple(min(past + 1, longest) for past in pasts)
     together = tuple(Feed(row, past, 1) for row, past in enumerate(pasts) if past < longest)
-    return _Plan(f"long-pasts-{longest}", lengths, (*prefills, together) if together else tuple(prefills))
+    return Plan(f"long-pasts-{longest}", lengths, (*prefills, together) if together else tuple(prefills))
 
 
-def _long_output(longest: int, longest_source: int) -> _Plan:
+def _long_output(longest: int, longest_source: int) -> Plan:
     """The longest output from the longest source; a row of a shorter source joins for its last tokens."""
     num_together = min(3, longest)
     first = longest - num_together
     together = [(Feed(0, first + new, 1), Feed(1, new, 1)) for new in range(num_together)]
     sources = _clipped((longest_source, 9), longest_source)
-    return _Plan(f"long-{longest}", (longest, num_together), (*_split(0, [1] * first), *together), sources)
+    return Plan(f"long-{longest}", (longest, num_together), (*_split(0, [1] * first), *together), sources)
 
 
 def _ragged(config: ModelConfig, longest: int) -> tuple[int, ...]:
@@ -156,14 +180,11 @@ def _ragged(config: ModelConfig, longest: int) -> tuple[int, ...]:
     return _clipped((1, 4, 2) if large else (3, 9, 1, 12, 5, 2, 17, 7), longest)
 
 
-def _numbers_per_pair(config: ModelConfig) -> int:
-    """Numbers that the reference stores per query and key: a score per head, or the terms of an additive score."""
-    return config.num_heads * (config.head_dim if config.attention_score is AttentionScore.ADDITIVE else 1)
-
-
-def _longest(context: int, numbers_per_pair: int, max_tokens: float) -> int:
+def _longest(context: int, config: ModelConfig, max_tokens: float) -> int:
     """The context, or fewer tokens where the reference's memory or the replay's time would be too large."""
-    return max(1, min(context, math.isqrt(_MAX_SCORE_BYTES // (4 * numbers_per_pair)), int(max_tokens)))
+    # Numbers that the reference stores per query and key: a score per head, or the terms of an additive score.
+    numbers = config.num_heads * (config.head_dim if config.attention_score is AttentionScore.ADDITIVE else 1)
+    return max(1, min(context, math.isqrt(_MAX_SCORE_BYTES // (4 * numbers)), int(max_tokens)))
 
 
 def _clipped(lengths: Sequence[int], longest: int) -> tuple[int, ...]:
@@ -188,7 +209,7 @@ class _Answers:
     model: Transformer
     known: dict[tuple[tuple[int, ...], tuple[int, ...]], Float32] = field(default_factory=dict)
 
-    def complete(self, plan: _Plan) -> GoldenCase:
+    def complete(self, plan: Plan) -> GoldenCase:
         """Draws the tokens and adds the logits after every feed."""
         config = self.model.config
         sequences = tuple(_tokens(row, length, config.vocab_size) for row, length in enumerate(plan.lengths))
@@ -198,15 +219,16 @@ class _Answers:
         sources = tuple(
             _tokens(row, length, config.source_vocab_size) for row, length in enumerate(plan.source_lengths)
         )
+        chosen = plan.compared(config.vocab_size)
+        case = GoldenCase(plan.name, sequences, sources, plan.steps, np.empty((0, 0), np.float32), compared=chosen)
         rows = [
             self._logits(sequences[feed.row], sources[feed.row] if sources else None)[feed.start + feed.count - 1]
-            for step in plan.steps
-            for feed in step
+            for feed in case.compared_feeds
         ]
         logits = np.stack(rows)
         if not np.isfinite(logits).all():
             raise GoldenCaseError(f"{plan.name}: the checkpoint's own logits are not finite")
-        return GoldenCase(plan.name, sequences, sources, plan.steps, logits)
+        return dataclasses.replace(case, logits=logits)
 
     def _logits(self, sequence: Int64, source: Int64 | None) -> Float32:
         key = (tuple(sequence.tolist()), () if source is None else tuple(source.tolist()))

@@ -65,13 +65,13 @@ class Replayer:
         self._encoder = _open(folder, manifest.graphs[ENCODER]) if self._config.is_encoder_decoder else None
 
     def run(self, case: GoldenCase) -> Float32:
-        """Logits `[sum of len(step), V]` in the order of the case's own.
+        """Logits `[feeds, V]` in the order of the case's own.
 
         Raises:
             ReplayError: when ONNX Runtime fails in a step.
         """
         rows = self._rows(case)
-        return np.concatenate([self._step(case, step, rows) for step in case.steps])
+        return case.select(self._step(case, step, rows) for step in case.steps)
 
     def _rows(self, case: GoldenCase) -> list[_Row]:
         """Zeroed K/V for every row, and its source's K/V if there is one."""
@@ -156,7 +156,7 @@ class PagedReplayer:
         self._run = run
 
     def run(self, case: GoldenCase) -> Float32:
-        """Logits `[sum of len(step), V]` in the order of the case's own.
+        """Logits `[feeds, V]` in the order of the case's own.
 
         Raises:
             ReplayError: when ONNX Runtime fails in a step.
@@ -172,7 +172,7 @@ class PagedReplayer:
         own, sources = tables[: len(case.sequences)], tables[len(case.sequences) :]
         for source, table in zip(case.sources, sources, strict=True):
             self._encode(source, table, caches)
-        return np.concatenate([self._step(case, step, own, sources, caches) for step in case.steps])
+        return case.select(self._step(case, step, own, sources, caches) for step in case.steps)
 
     def _tables(self, lengths: Sequence[int]) -> list[list[int]]:
         """Blocks for rows of these lengths, assigned round-robin from last to first; block 0 is the null block."""

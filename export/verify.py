@@ -22,7 +22,7 @@ from export.replay import PROVIDER, AttentionReplayer, PagedReplayer, Replayer, 
 from model import kernels
 from model.spec import artifact, golden, golden_attention
 from model.spec.artifact import EXPLAIN, ArtifactError, Device, KVLayout, KVPrecision, Manifest, Precision
-from model.spec.golden import MAX_DRIFT, CaseResult, Float32, GoldenCase, Tolerance, tolerance_of
+from model.spec.golden import CaseResult, Float32, GoldenCase, Tolerance, tolerance_of
 from model.spec.golden_attention import ATTENTION_TOLERANCES, AttentionCase, AttentionResult
 
 if TYPE_CHECKING:
@@ -288,13 +288,4 @@ def describe(report: ParityReport) -> list[str]:
             f"{loss.kl:.2g} nats over {loss.num_positions} positions; greedy tokens agree at {loss.agreement:.1%}, at "
             f"{loss.clear_agreement:.1%} of the {loss.num_clear} that lead by {CLEAR_LEAD} of the spread"
         )
-    drifts = [case.drift for case in report.cases if case.drift is not None]
-    if not drifts:
-        lines.append("not compared with the export's own answers, which the same kernels and processor must give again")
-    elif (drift := max(drifts)) <= MAX_DRIFT:
-        lines.append(f"answers are the export's own, to {drift:.1e} of the logits' spread")
-    else:
-        lines.append(
-            f"answers differ from the export's own by {drift:.1e} of the logits' spread, {MAX_DRIFT:g} is the limit"
-        )
-    return lines
+    return [*lines, golden.describe_drift(report.cases) or "the export's own answers are unknown"]

@@ -14,14 +14,16 @@ ReloadModel (`service.repository.library`) and for the load check in a child pro
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from model import kernels
+from model.spec import golden
 from model.spec.artifact import Device as BuiltFor
-from model.spec.golden import MAX_DRIFT, tolerance_of
+from model.spec.golden import tolerance_of
 from service.config import Kernels, ServeConfig
 from service.engine.engine import Engine, LastRun
 from service.engine.interfaces import StepEngine
@@ -123,10 +125,8 @@ def failed_cases(parity: Parity) -> str:
     """The names of the golden cases that failed, and the reason, for an error or a log line."""
     failed = [case for case in parity.cases if not case.passed]
     names = ", ".join(case.name for case in failed) or "there are none"
-    drift = max((case.drift or 0.0 for case in failed), default=0.0)
-    if drift <= MAX_DRIFT:
-        return names
-    return f"{names}; logits differ from the export's own by {drift:.2g} of their spread, {MAX_DRIFT:g} is the limit"
+    drift = golden.describe_drift(case for case in failed if (case.drift or 0.0) > (case.max_drift or math.inf))
+    return f"{names}; {drift}" if drift else names
 
 
 def report_kernels(wanted: Kernels) -> None:

@@ -39,6 +39,7 @@ from model.checkpoint import WEIGHTS
 from model.nn import reference
 from model.spec import artifact, golden
 from model.spec.artifact import DECODER, ENCODER, Device, Precision
+from model.spec.cost import num_parameters
 from tests.artifacts import (
     ADDITIVE,
     LEARNED,
@@ -191,12 +192,47 @@ def test_golden_cases_stay_small_when_the_vocabulary_is_large(family: str) -> No
     assert sum(case.logits.nbytes for case in cases) < 12e6
 
 
+LLAMA_7B = {"d_model": 4096, "num_layers": 32, "num_heads": 32, "num_kv_heads": 8, "d_ff": 14336}
+NLLB_600M = {"d_model": 1024, "num_layers": 12, "num_heads": 16, "num_kv_heads": 16, "d_ff": 4096}
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "vocab_size", "context"),
+    [
+        ("decoder-only", LLAMA_7B, 128_256, 8192),
+        ("decoder-only", LLAMA_7B | {"num_layers": 4}, 32_000, 4096),
+        ("encoder-decoder", NLLB_600M, 256_206, 1024),
+    ],
+)
+def test_golden_cases_are_long_enough_and_small_enough_whatever_the_models_size(
+    family: str, sizes: dict[str, int], vocab_size: int, context: int
+) -> None:
+    sources = {"source_context": 512} if family == "encoder-decoder" else {}
+    config = tiny_config(family, vocab_size=vocab_size, context=context, **sources, **sizes)
+    plans = list(golden_cases.plan(config, num_parameters(config)))
+    longest = max(max(each.lengths) for each in plans)
+    if config.is_encoder_decoder:
+        assert max(max(each.source_lengths) for each in plans) == 512
+        assert longest > golden_cases.CHUNK
+    else:
+        assert longest >= golden_cases.MIN_TOKENS
+        ends = {feed.start + feed.count for each in plans for step in each.steps for feed in step if len(step) == 1}
+        assert ends >= {*range(golden_cases.CHUNK, longest, golden_cases.CHUNK)}, "every end of a chunk is compared"
+        decoded = {feed.start for each in plans for step in each.steps for feed in step if feed.count == 1}
+        assert decoded >= {golden_cases.CHUNK - 1, golden_cases.CHUNK, longest - 1}
+    compared = [each.compared(vocab_size) or range(sum(map(len, each.steps))) for each in plans]
+    # PyTorch's and the graphs' own.
+    assert 2 * 4 * vocab_size * sum(map(len, compared)) < 100e6
+    assert sum(len(each.steps) for each in plans) < golden.MAX_STEPS
+
+
 def test_report_says_how_far_the_proof_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tiny_artifact("encoder-decoder")
     report = verify(folder, lambda _: None)
     assert (report.proven_context, report.proven_source_context) == (report.context, report.source_context) == (96, 64)
     assert report.warnings == ()
-    monkeypatch.setattr(golden_cases, "_MAX_DECODE_LOGITS", 288 * 20)
+    monkeypatch.setattr(golden_cases, "MIN_DECODED", 20)
+    monkeypatch.setattr(golden_cases, "_MAX_DECODE_MULTIPLICATIONS", 0)
     monkeypatch.setattr(golden_cases, "_MAX_SCORE_BYTES", 4 * 2 * 50**2)
     model = random_model(tiny_config("encoder-decoder"))
     partial = replay(folder, artifact.load(folder), golden_cases.make_cases(model), lambda _: None)
@@ -326,7 +362,7 @@ def test_report_of_an_artifact_gives_every_case_its_figures() -> None:
     assert report["provider"] == "CPUExecutionProvider"
     names = [case.name for case in golden.load(folder / artifact.GOLDEN)]
     assert [case["name"] for case in report["cases"]] == names
-    keys = {"name", "max_abs_error", "max_relative_error", "agreement", "tolerance", "verdict", "drift"}
+    keys = {"name", "max_abs_error", "max_relative_error", "agreement", "tolerance", "verdict", "drift", "max_drift"}
     assert all(case.keys() == keys for case in report["cases"])
 
 

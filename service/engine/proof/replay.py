@@ -25,17 +25,16 @@ Float32 = npt.NDArray[np.float32]
 def replay(
     runner: Runner, case: GoldenCase, rules: ChunkRules, num_slots: int, rows: Collection[int] | None = None
 ) -> Float32:
-    """The runner's logits for a case, `[feeds, V] float32` in the order of its feeds: of `rows`, by default of all.
+    """The runner's logits for a case, `[feeds, V] float32`: after the feeds that it compares, or after all of `rows`.
 
     A case of more rows than slots is replayed in groups, as rows are independent of batch composition. The runner must
     be idle: its K/V are overwritten.
     """
-    wanted = range(len(case.sequences)) if rows is None else rows
-    feeds = [feed for step in case.steps for feed in step if feed.row in wanted]
+    wanted = case.compared_feeds if rows is None else [feed for feed in case.feeds if feed.row in rows]
     logits: dict[Feed, Float32] = {}
     for first in range(0, len(case.sequences), num_slots):
-        _Replay(runner, case, rules, range(first, first + num_slots)).run(logits, wanted)
-    return np.stack([logits[feed] for feed in feeds])
+        _Replay(runner, case, rules, range(first, first + num_slots)).run(logits, frozenset(wanted))
+    return np.stack([logits[feed] for feed in wanted])
 
 
 def replay_all(runner: Runner, cases: Sequence[GoldenCase], rules: ChunkRules, num_slots: int) -> list[Float32]:
@@ -51,29 +50,36 @@ def replay_all(runner: Runner, cases: Sequence[GoldenCase], rules: ChunkRules, n
 
 
 def _side_by_side(cases: Sequence[GoldenCase]) -> tuple[GoldenCase, list[int]]:
-    """One case of all rows, and the case number of each feed; steps of several tokens go first, by themselves."""
-    firsts = accumulate((len(case.sequences) for case in cases[:-1]), initial=0)
+    """One case of all rows, and the number of the case of each feed that is compared.
+
+    Steps of several tokens go first, by themselves.
+    """
+    firsts = list(accumulate((len(case.sequences) for case in cases[:-1]), initial=0))
+
+    def moved(feed: Feed, number: int) -> Feed:
+        return Feed(firsts[number] + feed.row, feed.start, feed.count)
+
     waiting = [
-        deque(tuple(Feed(first + feed.row, feed.start, feed.count) for feed in step) for step in case.steps)
-        for first, case in zip(firsts, cases, strict=True)
+        deque(tuple(moved(feed, number) for feed in step) for step in case.steps) for number, case in enumerate(cases)
     ]
+    wanted = {moved(feed, number): number for number, case in enumerate(cases) for feed in case.compared_feeds}
     steps: list[Step] = []
-    origins: list[int] = []
     while any(waiting):
         decoding: list[Feed] = []
-        decoding_origins: list[int] = []
-        for number, ahead in enumerate(waiting):
+        for ahead in waiting:
             while ahead and any(feed.count > 1 for feed in ahead[0]):
                 steps.append(ahead.popleft())
-                origins += [number] * len(steps[-1])
             if ahead:
-                decoding_origins += [number] * len(ahead[0])
                 decoding += ahead.popleft()
         if decoding:
             steps.append(tuple(decoding))
-            origins += decoding_origins
+    feeds = [feed for step in steps for feed in step]
+    compared = tuple(number for number, feed in enumerate(feeds) if feed in wanted)
     sequences = tuple(sequence for case in cases for sequence in case.sequences)
-    return GoldenCase("all", sequences, (), tuple(steps), np.empty((len(origins), 0), np.float32)), origins
+    together = GoldenCase(
+        "all", sequences, (), tuple(steps), np.empty((len(compared), 0), np.float32), compared=compared
+    )
+    return together, [wanted[feeds[number]] for number in compared]
 
 
 class _Replay:
@@ -87,8 +93,8 @@ class _Replay:
         self._slots: SlotTable[int] = SlotTable(len(group))
         self._num_computed = [0] * len(case.sequences)
 
-    def run(self, logits: dict[Feed, Float32], wanted: Collection[int]) -> None:
-        """Runs every step; stores the logits of each feed of the rows `wanted`."""
+    def run(self, logits: dict[Feed, Float32], wanted: Collection[Feed]) -> None:
+        """Runs every step; stores the logits of each feed `wanted`."""
         copies: tuple[KVCopy, ...] = ()
         for step in self._case.steps:
             feeds = [feed for feed in step if feed.row in self._group]
@@ -97,7 +103,7 @@ class _Replay:
             output = self._runner.run(self._batch(feeds, copies))
             slots = {row: slot for slot, row in enumerate(self._slots)}
             for feed in feeds:
-                if feed.row in wanted:
+                if feed in wanted:
                     logits[feed] = output[slots[feed.row]].copy()
                 self._num_computed[feed.row] += feed.count
             copies = tuple(self._release())

@@ -38,7 +38,7 @@ def assert_same(left: GoldenCase, right: GoldenCase) -> None:
         assert [row.tolist() for row in rows] == [row.tolist() for row in others]
     assert left.logits.dtype == right.logits.dtype == np.float32
     np.testing.assert_array_equal(left.logits, right.logits)
-    assert left.arithmetic == right.arithmetic
+    assert (left.arithmetic, left.compared) == (right.arithmetic, right.compared)
     np.testing.assert_array_equal(left.exported, right.exported)
 
 
@@ -46,6 +46,7 @@ def test_cases_survive_the_disk(tmp_path: Path) -> None:
     cases = (
         PREFILL_THEN_DECODE,
         make_case(golden.staggered((3, 1, 2)), (3, 1, 2), with_sources=True),
+        replace(PREFILL_THEN_DECODE, logits=PREFILL_THEN_DECODE.logits[[1, 4]], compared=(1, 4)),
         replace(PREFILL_THEN_DECODE, exported=PREFILL_THEN_DECODE.logits + np.float32(0.5), arithmetic="kernels here"),
     )
     golden.save(tmp_path / "golden.npz", cases)
@@ -71,23 +72,36 @@ def test_one_logit_over_tolerance_fails() -> None:
     assert golden.compare(PREFILL_THEN_DECODE, logits, Tolerance(absolute=0.51)).passed
 
 
-def test_the_same_arithmetic_must_answer_as_at_export_and_another_need_not() -> None:
+def test_the_same_arithmetic_must_answer_as_at_export_and_another_nearly_so() -> None:
     exported = PREFILL_THEN_DECODE.logits + np.float32(0.2)
     case = replace(PREFILL_THEN_DECODE, exported=exported, arithmetic="here")
     spread, loose = float(case.logits.std()), Tolerance(absolute=1.0)
     moved = exported.copy()
     moved[2, 3] += 1.5 * golden.MAX_DRIFT * spread
+    far = exported.copy()
+    far[2, 3] += 1.1 * golden.MAX_OTHER_DRIFT * spread
     for logits, arithmetic, passed, drift in [
         (exported, "here", True, 0.0),
         (moved, "here", False, 1.5 * golden.MAX_DRIFT),
-        (moved, "elsewhere", True, None),
-        (moved, "", True, None),
+        (moved, "elsewhere", True, 1.5 * golden.MAX_DRIFT),
+        (moved, "", True, 1.5 * golden.MAX_DRIFT),
+        (far, "elsewhere", False, 1.1 * golden.MAX_OTHER_DRIFT),
     ]:
         result = golden.compare(case, logits, loose, arithmetic)
-        assert (result.passed, result.drift) == (passed, drift if drift is None else pytest.approx(drift, rel=0.01))
+        assert (result.passed, result.drift) == (passed, pytest.approx(drift, rel=0.01))
+        assert result.max_drift == (golden.MAX_DRIFT if arithmetic == "here" else golden.MAX_OTHER_DRIFT)
+        assert golden.compare(replace(case, exported=None), logits, loose, arithmetic).drift is None
     assert golden.compare(replace(case, arithmetic=""), moved, loose, "").passed
     assert not golden.compare(replace(case, exported=np.full_like(exported, np.nan)), exported, loose, "here").passed
     assert not golden.compare(case, exported, Tolerance(absolute=0.1), "here").passed, "PyTorch's answers count, too"
+
+
+@pytest.mark.parametrize("compared", [(), (0, 0), (1, 0), (-1, 2), (2, 5)])
+def test_compared_feeds_that_are_not_numbers_of_feeds_are_refused(compared: tuple[int, ...], tmp_path: Path) -> None:
+    case = replace(PREFILL_THEN_DECODE, logits=PREFILL_THEN_DECODE.logits[: len(compared)], compared=compared)
+    problem = "compared feeds must be numbers below 5" if compared else "0 feeds, logits"
+    with pytest.raises(ValueError, match=problem):
+        golden.save(tmp_path / "golden.npz", [case])
 
 
 def test_exported_logits_of_another_shape_are_refused(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -59,6 +61,8 @@ def test_cases_side_by_side_give_what_each_gives_by_itself(num_slots: int, with_
         # Decodes, reads on, decodes.
         shapes.append(((9,), (*_chunks(0, (3,)), (Feed(0, 3, 1),), (Feed(0, 4, 4),), (Feed(0, 8, 1),))))
     cases = [make_case(lengths, steps, with_sources=with_sources) for lengths, steps in shapes]
+    some = (0, 3, len(cases[0].logits) - 1)
+    cases.append(replace(cases[0], logits=cases[0].logits[list(some)], compared=some))
     runner, alone = FakeRunner(num_slots), FakeRunner(num_slots)
     for case, logits in zip(cases, replay_all(runner, cases, RULES, num_slots), strict=True):
         np.testing.assert_array_equal(logits, case.logits)
