@@ -21,10 +21,11 @@ from export.golden_cases import make_attention_cases, make_cases
 from export.job import Job
 from export.staging import replacing
 from export.stored_weights import compare
-from export.verify import ParityReport, arithmetic_of
+from export.verify import ParityReport, arithmetic_of, load_checked
 from model.checkpoint import Checkpoint
-from model.spec import artifact, golden, golden_attention
+from model.spec import artifact, golden, golden_attention, golden_texts
 from model.spec.artifact import EXPLAIN, Device, KVFormat, KVLayout, Precision
+from model.spec.chat import ChatSettings
 from model.spec.reading import read_text
 from model.spec.tokenizer import Tokenizer, TokenizerError
 
@@ -99,12 +100,13 @@ def export(
             report = dataclasses.replace(job, cases=cases).prove(draft)
         report = dataclasses.replace(report, weights=weights)
         golden.save(folder / artifact.GOLDEN, cases)
+        golden_texts.save(folder / artifact.GOLDEN_TEXTS, _record_texts(checkpoint))
         (folder / artifact.PARITY).write_text(report.to_json(), encoding="utf-8")
         files = {path.name: artifact.hash_file(path) for path in sorted(folder.iterdir())}
         manifest = dataclasses.replace(draft, files=files)
         (folder / artifact.MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
         on_stage("checking the artifact as a server would")
-        artifact.load(folder, devices=(device,))
+        load_checked(folder, (device,))
     return report
 
 
@@ -145,6 +147,15 @@ def _is_artifact(folder: Path) -> bool:
     except (OSError, ValueError):
         return False
     return isinstance(manifest, dict) and {"format_version", "graphs"} <= manifest.keys()
+
+
+def _record_texts(checkpoint: Checkpoint) -> golden_texts.Record:
+    """By the checkpoint's own files and settings, not by the artifact's."""
+    chat = checkpoint.chat and ChatSettings.from_json(read_text(checkpoint.chat, artifact.MAX_CHAT_BYTES))
+    config, generation = checkpoint.config, checkpoint.generation
+    ids = golden_texts.special_ids(config.pad_id, config.bos_id, generation.eos_ids, generation.rules)
+    prompts, outputs = map(Tokenizer.load, (checkpoint.tokenizer, checkpoint.target_tokenizer))
+    return golden_texts.record(prompts, outputs, chat or None, ids, golden_texts.texts_for(prompts, outputs))
 
 
 def _copy_texts(checkpoint: Checkpoint, folder: Path) -> None:

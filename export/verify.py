@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -20,10 +20,11 @@ from rich.table import Table
 from export.loss import CLEAR_LEAD, Loss, LossMeter, max_relative_rms
 from export.replay import PROVIDER, AttentionReplayer, PagedReplayer, Replayer, ReplayError
 from model import kernels
-from model.spec import artifact, golden, golden_attention
+from model.spec import artifact, golden, golden_attention, golden_texts
 from model.spec.artifact import EXPLAIN, ArtifactError, Device, KVLayout, KVPrecision, Manifest, Precision
 from model.spec.golden import CaseResult, Float32, GoldenCase, Tolerance, tolerance_of
 from model.spec.golden_attention import ATTENTION_TOLERANCES, AttentionCase, AttentionResult
+from model.spec.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from export.stored_weights import StoredWeights
@@ -225,7 +226,7 @@ def verify(folder: Path, on_case: Callable[[str], None]) -> ParityReport:
     Raises:
         ArtifactError: listing every problem with the files or the graphs.
     """
-    manifest = artifact.load(folder, devices=tuple(Device))
+    manifest = load_checked(folder, tuple(Device))
     try:
         cases = golden.load(folder / artifact.GOLDEN, manifest.config)
         explained = EXPLAIN in manifest.graphs
@@ -233,6 +234,24 @@ def verify(folder: Path, on_case: Callable[[str], None]) -> ParityReport:
     except ValueError as error:
         raise ArtifactError(folder, [str(error)]) from error
     return replay(folder, manifest, cases, on_case, attention)
+
+
+def load_checked(folder: Path, devices: Collection[Device]) -> Manifest:
+    """Checks an artifact's files against its manifest, and its texts against the export's.
+
+    Raises:
+        ArtifactError: listing every problem.
+    """
+    manifest = artifact.load(folder, devices=devices)
+    target = artifact.TARGET_TOKENIZER if artifact.TARGET_TOKENIZER in manifest.files else artifact.TOKENIZER
+    try:
+        prompts, outputs = (Tokenizer.load(folder / name) for name in (artifact.TOKENIZER, target))
+        problems = golden_texts.check(folder, manifest, prompts, outputs)
+    except (OSError, ValueError) as error:
+        problems = [str(error)]
+    if problems:
+        raise ArtifactError(folder, problems)
+    return manifest
 
 
 def runtime_versions() -> dict[str, str]:

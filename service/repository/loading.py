@@ -12,12 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from model.spec import golden
+from model.spec import golden, golden_texts
 from model.spec.artifact import (
     CHAT,
     DECODER,
     ENCODER,
     GOLDEN,
+    GOLDEN_TEXTS,
     MAX_CHAT_BYTES,
     TARGET_TOKENIZER,
     TOKENIZER,
@@ -240,6 +241,11 @@ def _read(name: str, folder: Path, manifest: Manifest) -> ServedModel:
         problems.append(f"{folder}: {error}")
         cases = ()
     chat = _load_chat(folder / CHAT, prompt, problems) if CHAT in manifest.files and prompt is not None else None
+    if not problems and prompt is not None and output is not None:
+        try:
+            problems += [f"{folder}: {each}" for each in golden_texts.check(folder, manifest, prompt, output)]
+        except (OSError, ValueError) as error:
+            problems.append(f"{folder / GOLDEN_TEXTS}: {error}")
     if problems or prompt is None or output is None:
         raise StartupError(problems)
     return ServedModel(

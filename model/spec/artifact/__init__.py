@@ -10,6 +10,7 @@ graphs' outputs. Standard library only.
     move.onnx          paged layout only: copies K/V within the caches, has no weights
     tokenizer.json     (+ target_tokenizer.json where source and target differ)
     chat.json          if the model has a chat template (`model.spec.chat`)
+    golden_texts.json  what the checkpoint's tokenizers and template made of fixed texts (`model.spec.golden_texts`)
     golden.npz         inputs and PyTorch's outputs, in float32 whatever the graphs' precision
     attention.npz      the same for explain.onnx: PyTorch's attention weights
     parity.json        how the exported graphs compared with them, and the tolerance of their precision
@@ -22,6 +23,7 @@ from model.spec.artifact.checks import (
     MAX_CHAT_BYTES,
     MAX_MANIFEST_BYTES,
     MAX_OTHER_BYTES,
+    MAX_TEXTS_BYTES,
     MAX_TOKENIZER_BYTES,
     ArtifactError,
     Stamp,
@@ -40,6 +42,7 @@ from model.spec.artifact.manifest import (
     EXPLAIN,
     GOLDEN,
     GOLDEN_ATTENTION,
+    GOLDEN_TEXTS,
     MANIFEST,
     MIN_BLOCK_SIZE,
     MOVE,
@@ -72,10 +75,11 @@ from model.spec.artifact.signatures import (
 
 __all__ = [
     "BLOCK_SIZE", "CHAT", "CPU_PRECISIONS", "CUDA_PRECISIONS", "DECODER", "ENCODER", "EXPLAIN", "GOLDEN",
-    "GOLDEN_ATTENTION", "MANIFEST", "MAX_ARRAYS_BYTES", "MAX_CANDIDATES", "MAX_CHAT_BYTES", "MAX_MANIFEST_BYTES",
-    "MAX_OTHER_BYTES", "MAX_TOKENIZER_BYTES", "MIN_BLOCK_SIZE", "MOVE", "PARITY", "PREFILL", "TARGET_TOKENIZER",
-    "TOKENIZER", "ArtifactError", "AttentionKind", "Device", "FileEntry", "GraphSpec", "KVFormat", "KVLayout",
-    "KVPrecision", "Manifest", "Precision", "Stamp", "TensorSpec", "attention_layers", "attention_output",
-    "decoder_signature", "encoder_signature", "explain_signature", "hash_file", "load", "paged_decoder_signature",
-    "paged_encoder_signature", "paged_move_signature", "read_manifest", "stamp",
+    "GOLDEN_ATTENTION", "GOLDEN_TEXTS", "MANIFEST", "MAX_ARRAYS_BYTES", "MAX_CANDIDATES", "MAX_CHAT_BYTES",
+    "MAX_MANIFEST_BYTES", "MAX_OTHER_BYTES", "MAX_TEXTS_BYTES", "MAX_TOKENIZER_BYTES", "MIN_BLOCK_SIZE", "MOVE",
+    "PARITY", "PREFILL", "TARGET_TOKENIZER", "TOKENIZER", "ArtifactError", "AttentionKind", "Device", "FileEntry",
+    "GraphSpec", "KVFormat", "KVLayout", "KVPrecision", "Manifest", "Precision", "Stamp", "TensorSpec",
+    "attention_layers", "attention_output", "decoder_signature", "encoder_signature", "explain_signature",
+    "hash_file", "load", "paged_decoder_signature", "paged_encoder_signature", "paged_move_signature",
+    "read_manifest", "stamp",
 ]  # fmt: skip
