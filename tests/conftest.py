@@ -67,7 +67,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--victims", type=int, default=40, help="requests of one API key beside another's attack")
     group.addoption("--soak-seconds", type=float, default=12.0, help="length of the soak")
     group.addoption("--siege-seconds", type=float, default=8.0, help="least length of all attacks at once")
-    parser.addoption("--whole", action="store_true", help="every mutant of an artifact, and not a sample")
+    parser.addoption(
+        "--whole",
+        action="store_true",
+        help="every mutant of an artifact and every set-up of batch invariance, and not a sample",
+    )
     for option, problem in requirements.OPTIONS.items():
         parser.addoption(option, action="store_true", help=f"fail, and do not skip, where {problem}")
     parser.addoption("--require-all", action="store_true", help="all of " + ", ".join(requirements.OPTIONS))

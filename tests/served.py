@@ -74,12 +74,26 @@ VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "encoder-rotary-int8": (ENCODER_DECODER, {**_ENCODER_ROTARY, "precision": Precision.INT8}),
     "rotary-int4": (DECODER_ONLY, {"precision": Precision.INT4}),
     "rotary-kv-int8": (DECODER_ONLY, {"kv_precision": KVPrecision.INT8}),
+    "rotary-int4-kv-int8": (DECODER_ONLY, {"precision": Precision.INT4, "kv_precision": KVPrecision.INT8}),
     "encoder-rotary-int8-kv-int8": (
         ENCODER_DECODER,
         {**_ENCODER_ROTARY, "precision": Precision.INT8, "kv_precision": KVPrecision.INT8},
     ),
     "learned-int8-kv-int8": (DECODER_ONLY, {**LEARNED, "precision": Precision.INT8, "kv_precision": KVPrecision.INT8}),
 }
+
+
+_WIDE: Mapping[str, Any] = {"d_model": 768, "num_heads": 12, "d_ff": 2048, "vocab_size": 32_000}
+"""Sizes at which kernels divide their work among threads."""
+_OF_SETUPS = ("rotary", "sinusoidal", "learned-int8", "encoder-rotary-int8", "rotary-int4", "rotary-int4-kv-int8")
+SETUPS = tuple(
+    "+".join((variant, operators, threads, *width))
+    for variant in _OF_SETUPS
+    for operators in ("kernels", "standard")
+    for threads in ("1", "3")
+    for width in ((), ("wide",))
+)
+"""Variants by what computes them, on so many threads, tiny or wide: names that `served` knows, too."""
 
 
 class Recorder:
@@ -108,12 +122,14 @@ class Recorder:
 class Served:
     """An engine over an artifact, with its logits on record. Tests share its K/V buffers."""
 
-    def __init__(self, family: str, overrides: Mapping[str, Any], limits: EngineLimits) -> None:
+    def __init__(
+        self, family: str, overrides: Mapping[str, Any], limits: EngineLimits, options: SessionOptions = THREADS
+    ) -> None:
         self.folder = tiny_artifact(family, **overrides)
         self.manifest = artifact.load(self.folder)
         self.limits = limits
         self.decode = Tokenizer.load(self.folder / artifact.TOKENIZER).decode
-        runner = build_runner(self.folder, self.manifest, limits, THREADS)
+        runner = build_runner(self.folder, self.manifest, limits, options)
         self.kv = runner.kv
         self.recorder = Recorder(runner)
 
@@ -134,9 +150,28 @@ class Served:
 
 @cache
 def served(variant: str, max_batch_size: int = 8, max_prefill_tokens: int = 32) -> Served:
-    family, overrides = VARIANTS[variant]
+    """An engine of a variant, or of one of `SETUPS`."""
     limits = EngineLimits(max_batch_size=max_batch_size, prefill_chunk=16, max_prefill_tokens=max_prefill_tokens)
-    return Served(family, overrides, limits)
+    return Served(*sizes(variant), limits, options_of(variant))
+
+
+def sizes(setup: str) -> tuple[str, Mapping[str, Any]]:
+    """Family and configuration of a variant or set-up."""
+    variant, *_ = setup.split("+")
+    family, overrides = VARIANTS[variant]
+    if not setup.endswith("+wide"):
+        return family, overrides
+    is_encoder_decoder = family == ENCODER_DECODER
+    sources = {"source_vocab_size": _WIDE["vocab_size"]} if is_encoder_decoder else {}
+    return family, {**overrides, **_WIDE, **sources, "num_kv_heads": 12 if is_encoder_decoder else 4}
+
+
+def options_of(setup: str) -> SessionOptions:
+    """What computes a variant or set-up."""
+    _, *how = setup.split("+")
+    if not how:
+        return THREADS
+    return SessionOptions(intra_op_threads=int(how[1]), allow_spinning=False, own_kernels=how[0] == "kernels")
 
 
 def crowd(variant: str) -> Served:

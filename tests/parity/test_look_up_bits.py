@@ -50,11 +50,11 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
 SAMPLINGS = (SamplingParams(temperature=0.0), SamplingParams(temperature=0.6, seed=5), SamplingParams(seed=6, top_k=9))
 
 
-def engine_for(folder: Path, limits: EngineLimits) -> Engine:
+def engine_for(folder: Path, limits: EngineLimits, options: SessionOptions = THREADS) -> Engine:
     """What a server builds, and proves before it serves."""
     manifest = artifact.load(folder)
     cases = golden.load(folder / GOLDEN)
-    engine = build_engine(folder, manifest, Tokenizer.load(folder / TOKENIZER).decode, limits, THREADS, LastRun())
+    engine = build_engine(folder, manifest, Tokenizer.load(folder / TOKENIZER).decode, limits, options, LastRun())
     engine.prove_speculation(cases)
     tolerance = golden.tolerance_of(manifest.precision, manifest.kv_cache.precision)
     assert all(case.passed for case in engine.verify_golden(cases, tolerance))
