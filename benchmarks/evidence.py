@@ -34,7 +34,7 @@ from loadtest.machine import describe, watch_others
 README = Path("README.md")
 BEGIN, END = "<!-- evidence -->", "<!-- /evidence -->"
 BUSY = 0.05
-"""If other processes take more than this share of the machine, nothing is measured."""
+"""If other processes take more than this share of the machine, nothing is measured, or what was is no evidence."""
 _LOOK_SECONDS = 5.0
 
 Results = Mapping[str, Any]
@@ -46,7 +46,7 @@ class Table:
 
     Args:
         name: of its data, `docs/results/NAME.json`.
-        command: after `python -m`; `{docs}` makes it write its data itself, others print them on their last line.
+        command: after `python -m`; with `--docs` it writes its data itself, others print them on their last line.
         minutes: about so many.
     """
 
@@ -258,12 +258,13 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def read(name: str, folder: Path) -> Results | None:
-    """A table's data; None where it is missing, or does not say of which code it is."""
+    """A table's data; None where they are missing, do not say of which code they are, or the machine was not idle."""
     try:
         results: Results = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
     except OSError:
         return None
-    return results if results.get("commit") and results.get("command") else None
+    is_evidence = results.get("commit") and results.get("command") and (results.get("others_share") or 0.0) <= BUSY
+    return results if is_evidence else None
 
 
 def state(each: Table, folder: Path) -> str:
