@@ -263,7 +263,8 @@ def read(name: str, folder: Path) -> Results | None:
         results: Results = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
     except OSError:
         return None
-    is_evidence = results.get("commit") and results.get("command") and (results.get("others_share") or 0.0) <= BUSY
+    busy = results.get("others_share", results.get("facts", {}).get("others_share")) or 0.0
+    is_evidence = results.get("commit") and results.get("command") and busy <= BUSY
     return results if is_evidence else None
 
 

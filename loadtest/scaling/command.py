@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -64,7 +65,8 @@ class Measured:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures, judges and reports; returns the exit status."""
-    settings, options = _parse(sys.argv[1:] if arguments is None else arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    settings, options = _parse(arguments)
     began = time.monotonic()
 
     def say(line: str) -> None:
@@ -86,6 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     conditions = {
         "machine": machine.describe(),
         "versions": {name: version(name) for name in ("onward", "onnxruntime", "numpy", "scipy")},
+        "command": shlex.join(["python", "-m", "loadtest", "scaling", *arguments]),
         **provenance.here(),
         "quick": options.quick,
         "seconds": round(time.monotonic() - began, 1),
@@ -101,7 +104,7 @@ def read_samples(path: Path) -> Measured:
     found.series |= {name: [(length, value) for length, value in each] for name, each in stored["series"].items()}
     # Runs that do not record `settle` had none.
     settings = {"settle": 0, **stored["settings"]}
-    names = ("machine", "versions", "date", "commit", "quick", "seconds", "capacity")
+    names = ("machine", "versions", "command", "date", "commit", "quick", "seconds", "capacity")
     conditions = {name: stored.get(name) for name in names}
     return Measured(found, StudySettings(**{**settings, "overrides": tuple(settings["overrides"])}), conditions)
 

@@ -28,6 +28,7 @@ def sheep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(evidence, "README", tmp_path / "README.md")
     monkeypatch.setattr(evidence, "_LOOK_SECONDS", 0.0)
     monkeypatch.setattr(evidence, "_busy", lambda: 0.0)
+    monkeypatch.setattr(evidence, "watch_others", lambda: lambda: 0.01)
     monkeypatch.setattr(provenance, "is_changed", lambda: False)
     monkeypatch.setattr(provenance, "here", lambda: {"commit": "abc1234", "date": "2026-11-26"})
     monkeypatch.setattr(provenance, "commits_since", {"abc1234": 0, "old": 7}.get)
