@@ -103,6 +103,7 @@ def _export(options: argparse.Namespace) -> int:
     from export.exporter import Refused, export
     from export.golden_cases import GoldenCaseError
     from export.job import ParityError
+    from export.oracle import OracleError
     from export.stored_weights import StoredWeightsError
     from model import checkpoint
 
@@ -128,7 +129,7 @@ def _export(options: argparse.Namespace) -> int:
         return _finish(result | {"problems": error.problems}, EXIT_REFUSED)
     except ParityError as error:
         return _finish(result | _summary(error.report), EXIT_FAILED)
-    except StoredWeightsError as error:
+    except (StoredWeightsError, OracleError) as error:
         return _finish(result | {"problems": error.problems}, EXIT_FAILED)
     except (EmitError, GoldenCaseError, ArtifactError) as error:
         return _finish(result | {"problems": [str(error)]}, EXIT_FAILED)

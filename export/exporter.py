@@ -19,12 +19,13 @@ from pathlib import Path
 from export import blocks, slots
 from export.golden_cases import make_attention_cases, make_cases
 from export.job import Job
+from export.oracle import check
 from export.staging import replacing
 from export.stored_weights import compare
 from export.verify import ParityReport, arithmetic_of, load_checked
 from model.checkpoint import Checkpoint
 from model.spec import artifact, golden, golden_attention, golden_texts
-from model.spec.artifact import EXPLAIN, Device, KVFormat, KVLayout, Precision
+from model.spec.artifact import EXPLAIN, Device, KVFormat, KVLayout, KVPrecision, Precision
 from model.spec.chat import ChatSettings
 from model.spec.reading import read_text
 from model.spec.tokenizer import Tokenizer, TokenizerError
@@ -65,6 +66,7 @@ def export(
         Refused: when device, precision, model or folder cannot be exported.
         ParityError: when the graphs fail their proof, or quantization costs too much; nothing is written.
         StoredWeightsError: when a stored weight is not the checkpoint's; nothing is written.
+        OracleError: when a quantized graph does not compute what PyTorch does with its weights; nothing is written.
         GoldenCaseError: when the checkpoint's own logits are not finite.
         EmitError: when a written graph differs from its signature.
     """
@@ -98,7 +100,11 @@ def export(
             cases = tuple(dataclasses.replace(case, exported=found, arithmetic=arithmetic) for case, found in answers)
             # Sessions of their own must give the same answers before a server has to.
             report = dataclasses.replace(job, cases=cases).prove(draft)
-        report = dataclasses.replace(report, weights=weights)
+        oracle = None
+        if not is_paged and (precision, kv_precision) != (Precision.FP32, KVPrecision.FP32):
+            on_stage("PyTorch with the stored weights")
+            oracle = check(folder, draft, checkpoint.model, cases)
+        report = dataclasses.replace(report, weights=weights, oracle=oracle)
         golden.save(folder / artifact.GOLDEN, cases)
         golden_texts.save(folder / artifact.GOLDEN_TEXTS, _record_texts(checkpoint))
         (folder / artifact.PARITY).write_text(report.to_json(), encoding="utf-8")

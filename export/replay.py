@@ -52,17 +52,25 @@ class _Row:
 
 
 class Replayer:
-    """Sessions over one artifact's graphs.
+    """Sessions over one artifact's graphs."""
 
-    Raises:
-        ArtifactError: when ONNX Runtime rejects a graph, or its signature differs from the manifest's.
-    """
-
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
+    def __init__(
+        self, manifest: Manifest, decoder: ort.InferenceSession, encoder: ort.InferenceSession | None = None
+    ) -> None:
         self._config = manifest.config
         self._kv_dtype = np.dtype(manifest.kv_cache.precision.dtype)
-        self._decoder = _open(folder, manifest.graphs[DECODER])
-        self._encoder = _open(folder, manifest.graphs[ENCODER]) if self._config.is_encoder_decoder else None
+        self._decoder = decoder
+        self._encoder = encoder
+
+    @classmethod
+    def open(cls, folder: Path, manifest: Manifest) -> Replayer:
+        """Sessions over the graphs in `folder`.
+
+        Raises:
+            ArtifactError: when ONNX Runtime rejects a graph, or its signature differs from the manifest's.
+        """
+        sessions = [_open(folder, manifest.graphs[name]) for name in (DECODER, ENCODER) if name in manifest.graphs]
+        return cls(manifest, *sessions)
 
     def run(self, case: GoldenCase) -> Float32:
         """Logits `[feeds, V]` in the order of the case's own.
@@ -94,7 +102,7 @@ class Replayer:
         batches: dict[int, list[int]] = defaultdict(list)
         for row, source in enumerate(sources):
             batches[min(-(-len(source) // _SOURCE_MULTIPLE) * _SOURCE_MULTIPLE, limit)].append(row)
-        names = [output.name for output in self._encoder.get_outputs()]
+        names = self._outputs()
         encoded: list[dict[str, Array]] = [{} for _ in sources]
         for padded, rows in batches.items():
             source_ids = np.full((len(rows), padded), self._config.pad_id, np.int64)
@@ -108,6 +116,10 @@ class Replayer:
                     width = [(0, 0), (0, max(batches) - padded), (0, 0)]
                     encoded[row][name] = np.pad(values[index], width)[np.newaxis]
         return encoded
+
+    def _outputs(self) -> list[str]:
+        """The encoder's."""
+        return [output.name for output in self._encoder.get_outputs()] if self._encoder is not None else []
 
     def _step(self, case: GoldenCase, step: Step, rows: Sequence[_Row]) -> Float32:
         """Runs one step and writes the new K/V to the rows that it fed."""
@@ -295,8 +307,17 @@ def _naming_failures() -> Iterator[None]:
 
 def run_in_place(decoder: ort.InferenceSession, inputs: Mapping[str, Array], buffers: Mapping[str, Array]) -> Float32:
     """Runs a decoder over slots with every buffer bound as input and as the output that continues it; its logits."""
+    (logits,) = fetch_in_place(decoder, inputs, buffers, ["logits"])
+    return logits
+
+
+def fetch_in_place(
+    decoder: ort.InferenceSession, inputs: Mapping[str, Array], buffers: Mapping[str, Array], names: Sequence[str]
+) -> list[Float32]:
+    """The same; the outputs of these names."""
     binding = decoder.io_binding()
-    binding.bind_output("logits")
+    for name in names:
+        binding.bind_output(name)
     for name, values in inputs.items():
         binding.bind_cpu_input(name, values)
     for name, values in buffers.items():
@@ -304,8 +325,7 @@ def run_in_place(decoder: ort.InferenceSession, inputs: Mapping[str, Array], buf
         binding.bind_ortvalue_input(name, shared)
         binding.bind_ortvalue_output(continuation(name), shared)
     decoder.run_with_iobinding(binding)
-    logits: Float32 = binding.get_outputs()[0].numpy()
-    return logits
+    return [value.numpy() for value in binding.get_outputs()[: len(names)]]
 
 
 def continuation(name: str) -> str:

@@ -11,7 +11,7 @@ the graph's own arithmetic.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,10 +32,10 @@ Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
 
 _ROUNDED = {Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16}
-_QUANTIZED = re.compile(r"_(int8|int4)$")
+QUANTIZED = re.compile(r"_(int8|int4)$")
 _SCALE = "_scale"
 # Endings that tell a rearranged copy of a weight from the weight.
-_REARRANGED = re.compile(r"_(transposed|rows)$")
+REARRANGED = re.compile(r"_(transposed|rows)$")
 _SCORE_VECTOR = re.compile(r"_residual\.score_vector$")
 _OF_INT8_KV = re.compile(r"^((cross_)?(key|value)_\d+(_scale|\.steps_in_one)|no_sinks)$")
 # A graph's own constants (shapes, axes, epsilons) have few values.
@@ -117,8 +117,8 @@ class _Stored:
         for name in self.tensors:
             if _OF_INT8_KV.search(name) or (name.endswith(_SCALE) and self._codes_of(name)):
                 continue
-            quantized = _QUANTIZED.search(name)
-            stem = _SCORE_VECTOR.sub(".score.vector", _REARRANGED.sub("", _QUANTIZED.sub("", name)))
+            quantized = QUANTIZED.search(name)
+            stem = _SCORE_VECTOR.sub(".score.vector", REARRANGED.sub("", QUANTIZED.sub("", name)))
             weight = known.get(stem)
             if weight is None:
                 if int(np.prod(self.tensors[name].dims)) > _MOST_CONSTANTS:
@@ -149,16 +149,14 @@ class _Stored:
 
     def _compare_quantized(self, name: str, weight: Float32) -> tuple[str, float]:
         """What is wrong with a matrix `[N, K]` in codes and scales, and the relative RMS of its errors."""
-        kind, scale = name[-4:], _QUANTIZED.sub(_SCALE, name)
+        kind, scale = name[-4:], QUANTIZED.sub(_SCALE, name)
         if scale not in self.tensors:
             return f"there is no {scale}", 0.0
         if any(list(node.input[1:3]) != [name, scale] for node in self.nodes if {name, scale} & set(node.input)):
             return f"a node reads it without {scale}", 0.0
         codes, scales = self._values(name), self._values(scale).astype(np.float32)
         is_own = all(node.domain == DOMAIN for node in self.nodes if name in node.input)
-        columns, unpack = (PANEL_COLUMNS, _int8_codes) if kind == "int8" else (1, _nibbles)
-        if kind == "int4" and is_own:
-            columns, unpack = INT4_PANEL_COLUMNS, _int4_codes
+        columns, unpack = _layout(name, is_own=is_own)
         if len(codes) != -(-len(weight) // columns):
             return f"has the layout {list(codes.shape)}, the checkpoint's is {list(weight.shape)}", 0.0
         floor = max(_NEGLIGIBLE * float(np.abs(weight).max(initial=0)), float(np.finfo(np.float32).tiny))
@@ -184,6 +182,24 @@ class _Stored:
         if not num_wrong:
             return "", loss
         return f"{num_wrong} of {weight.size} values are further from the checkpoint's than rounding", loss
+
+
+def unpack(
+    name: str, *, is_own: bool, codes: Array, scales: Float32, shape: tuple[int, int]
+) -> tuple[Float64, Float64]:
+    """Codes and steps `[N, K]` of a stored matrix, whose product is the weight; `is_own`: by our own operators.
+
+    Raises:
+        ValueError: if they are of another matrix.
+    """
+    return _layout(name, is_own=is_own)[1](codes, scales, shape)
+
+
+def _layout(name: str, *, is_own: bool) -> tuple[int, Callable[..., tuple[Float64, Float64]]]:
+    """Columns of a panel, and what unpacks them."""
+    if name.endswith("int8"):
+        return PANEL_COLUMNS, _int8_codes
+    return (INT4_PANEL_COLUMNS, _int4_codes) if is_own else (1, _nibbles)
 
 
 def _is_among(weight: Tensor, others: Iterable[Tensor]) -> bool:

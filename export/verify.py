@@ -27,6 +27,7 @@ from model.spec.golden_attention import ATTENTION_TOLERANCES, AttentionCase, Att
 from model.spec.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from export.oracle import OracleReport
     from export.stored_weights import StoredWeights
 
 
@@ -45,7 +46,8 @@ class ParityReport:
     The tolerance is that of the precision (`model.spec.golden.tolerance_of`); each case has its value for it.
     `attention` compares an explain graph's weights, if there is one. The other cases reach `proven_context` of the
     decoder's `context` positions and `proven_source_context` of the encoder's `source_context`, 0 without an encoder.
-    `loss` is what quantization costs, if anything is quantized; `weights` what an export found in its own files.
+    `loss` is what quantization costs, if anything is quantized; `weights` what an export found in its own files, and
+    `oracle` how PyTorch with these weights compares.
     `answers` are the graphs' logits, case by case.
     """
 
@@ -61,6 +63,7 @@ class ParityReport:
     attention: tuple[AttentionResult, ...] = ()
     loss: Loss | None = None
     weights: StoredWeights | None = None
+    oracle: OracleReport | None = None
     answers: tuple[Float32, ...] = field(default=(), repr=False)
 
     @property
@@ -126,7 +129,7 @@ class ParityReport:
         }
         if self.attention:
             report["attention"] = _cases(self.attention)
-        for name, facts in (("loss", self.loss), ("weights", self.weights)):
+        for name, facts in (("loss", self.loss), ("weights", self.weights), ("oracle", self.oracle)):
             if facts is not None:
                 report[name] = {key: finite(value) for key, value in asdict(facts).items()}
         return json.dumps(report, indent=2, allow_nan=False) + "\n"
@@ -194,7 +197,7 @@ def arithmetic_of(manifest: Manifest) -> str:
 
 def _open(folder: Path, manifest: Manifest) -> Replayer | PagedReplayer:
     is_paged = manifest.kv_cache.layout is KVLayout.PAGED
-    return PagedReplayer(folder, manifest) if is_paged else Replayer(folder, manifest)
+    return PagedReplayer(folder, manifest) if is_paged else Replayer.open(folder, manifest)
 
 
 C = TypeVar("C", GoldenCase, AttentionCase)
@@ -301,6 +304,11 @@ def describe(report: ParityReport) -> list[str]:
         lines.append(f"{weights.num_tensors} stored tensors are the checkpoint's")
         if weights.worst:
             lines[-1] += f"; {weights.worst} is rounded most, by {weights.max_relative_rms:.2%} of its RMS"
+    if (oracle := report.oracle) is not None:
+        lines.append(
+            f"PyTorch with these weights and this rounding answers alike, to {oracle.max_error:.1e} of the logits' "
+            f"spread (at most {oracle.limit:g}), over {oracle.num_tokens} tokens and {oracle.num_products} products"
+        )
     if (loss := report.loss) is not None:
         lines.append(
             f"quantization costs {loss.relative_rms:.3f} of the logits' spread (RMS, at most {loss.limit:.2f}) and "

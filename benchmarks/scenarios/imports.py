@@ -184,7 +184,7 @@ def _answer(theirs: Any, case: GoldenCase) -> GoldenCase:
 
 
 def _graph_error(folder: Path, cases: Iterable[GoldenCase]) -> float:
-    replayer = Replayer(folder, artifact.load(folder))
+    replayer = Replayer.open(folder, artifact.load(folder))
     return max(float(np.abs(replayer.run(case) - case.logits).max()) for case in cases)
 
 
