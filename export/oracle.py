@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -154,10 +155,6 @@ def _products(folder: Path, manifest: Manifest, name: str) -> dict[str, _Product
     """A graph's quantized products, by the name of PyTorch's module."""
     graph = onnx.load(folder / manifest.graphs[name].file, load_external_data=False).graph
     stored = {tensor.name: tensor for tensor in graph.initializer}
-
-    def values(tensor: str) -> Array:
-        return numpy_helper.to_array(stored[tensor], base_dir=str(folder))
-
     found = {}
     for node in graph.node:
         weight = node.input[1] if len(node.input) > 2 else ""
@@ -165,17 +162,10 @@ def _products(folder: Path, manifest: Manifest, name: str) -> dict[str, _Product
             continue
         given = {entry.name: helper.get_attribute_value(entry) for entry in node.attribute}
         is_own = node.domain == DOMAIN
-        scales = values(node.input[2]).astype(np.float32)
+        scales = numpy_helper.to_array(stored[node.input[2]], base_dir=str(folder)).astype(np.float32)
         stem = REARRANGED.sub("", QUANTIZED.sub("", weight))
         is_int8 = weight.endswith("_int8")
         shape = (len(scales) if is_int8 else given["N"], given["K"])
-
-        def dequantize(
-            weight: str = weight, scales: Float32 = scales, is_own: bool = is_own, shape: Any = shape
-        ) -> Tensor:
-            codes, steps = unpack(weight, is_own=is_own, codes=values(weight), scales=scales, shape=shape)
-            return torch.from_numpy((codes * steps).astype(np.float32))
-
         # Standard operators round rows of int4 products block by block.
         is_blockwise = not is_int8 and not (is_own and kernels.operators())
         # A head that is tied to a token table has its name.
@@ -184,11 +174,20 @@ def _products(folder: Path, manifest: Manifest, name: str) -> dict[str, _Product
         found[module] = _Product(
             graph=name,
             rows=node.input[0],
-            dequantize=dequantize,
+            dequantize=partial(_dequantize, folder, stored[weight], scales, shape, is_own=is_own),
             step=1 / (_POSITIVE_LIMIT if is_positive else _INT8_LIMIT),
             block=given.get("block_size", shape[1] // scales.shape[1]) if is_blockwise else 0,
         )
     return found
+
+
+def _dequantize(
+    folder: Path, stored: onnx.TensorProto, scales: Float32, shape: tuple[int, int], *, is_own: bool
+) -> Tensor:
+    """A stored matrix as `[N, K] float32`."""
+    codes = numpy_helper.to_array(stored, base_dir=str(folder))
+    integers, steps = unpack(stored.name, is_own=is_own, codes=codes, scales=scales, shape=shape)
+    return torch.from_numpy((integers * steps).astype(np.float32))
 
 
 def _kv_scales(folder: Path, manifest: Manifest) -> dict[str, Tensor]:
@@ -324,7 +323,7 @@ class _Oracle:
         sequences = _padded([row for case in cases for row in case.sequences])
         with ExitStack() as stack, torch.no_grad():
             for name, product in self.products.items():
-                if name == _HEAD and _HEAD not in modules:
+                if name == _HEAD:
                     continue
                 if (module := modules.get(name)) is None:
                     raise OracleError([f"the graph multiplies by {name}, which PyTorch's model lacks"])
@@ -344,9 +343,9 @@ class _Oracle:
 
     @contextmanager
     def _own_head(self) -> Iterator[None]:
-        """A head that is the token table is no module."""
+        """The head is a matrix to PyTorch's model, its own or the token table, and no module that is called."""
         model = self._model
-        if _HEAD not in self.products or model.head is not None:
+        if _HEAD not in self.products:
             yield
             return
         model.unembed = lambda hidden: self._product(_HEAD, self.products[_HEAD], hidden, model.logits_bias)  # type: ignore[method-assign]
