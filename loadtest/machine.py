@@ -1,4 +1,4 @@
-"""The machine of a measurement: its processor, and the load of other processes (Linux only)."""
+"""The machine of a measurement: its processor and caches, and the load of other processes (Linux only)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 _TICKS = "/proc/stat"
+_CACHES = "/sys/devices/system/cpu/cpu0/cache"
+_OF_A_CACHE = ("level", "type", "size")
 
 
 def describe() -> dict[str, Any]:
@@ -21,6 +23,19 @@ def describe() -> dict[str, Any]:
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     has_amx = any("amx_int8" in line.split() for line in lines if line.startswith("flags"))
     return {"processor": names[0] if names else platform.processor(), "cores": os.cpu_count(), "amx": has_amx}
+
+
+def caches() -> list[int]:
+    """Bytes of the data caches that one core uses, ascending by level; empty if unknown."""
+    found = {}
+    for folder in Path(_CACHES).glob("index*"):
+        try:
+            level, kind, size = ((folder / name).read_text(encoding="ascii").strip() for name in _OF_A_CACHE)
+            if kind != "Instruction":
+                found[int(level)] = int(size.removesuffix("K")) * 1024
+        except (OSError, ValueError):
+            continue
+    return [found[level] for level in sorted(found)]
 
 
 def watch_others() -> Callable[[], float | None]:

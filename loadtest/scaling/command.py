@@ -9,16 +9,15 @@ Self-attention over n tokens costs n². The claims (`claims`):
     prefill            the square of the prompt's length, whole and in chunks
     no_cache           the square of the context, for every token
     encoder            the square of the source's length
-    decode             the context, for every token
-    cross_attention    the source's length, for every token
+    decode             the context, for every token; where keys and values fill a processor's cache, the slope changes
+    cross_attention    the source's length, for every token, in the same way
     controls           no square is found where there is none: synthetic times that are linear, or grow with n ln n or
-                       n^1.5, and a recurrent model's
+                       n^1.5, and a recurrent model's. No line is found in synthetic times of a cached token that grow
+                       with n ln n, n^1.5 or n²
 
 The last stdout line is one JSON object. Report, pictures and raw samples go to `build/scaling`; `--docs` writes them to
-`docs/results` too, unless a claim fails. Exit status 1: a claim or a control fails, or one of the ratios in
-`judge.DRIFTING` differs by more than a factor of two from the stored baseline of the same processor. Exit status 2: the
-measurement failed. No absolute time decides anything. `--quick` decides nothing: it takes too few samples of too short
-texts. `--samples` measures nothing: it judges the raw samples of an earlier run again.
+`docs/results` too, if the law holds. No absolute time decides anything. `--quick` decides nothing: it takes too few
+samples of too short texts. `--samples` measures nothing: it judges the raw samples of an earlier run again.
 """
 
 from __future__ import annotations
@@ -36,9 +35,18 @@ from typing import Any
 
 from loadtest import machine, provenance
 from loadtest.scaling import report, study
-from loadtest.scaling.judge import drift, judge
+from loadtest.scaling.judge import STABLE, drift, judge
 from loadtest.scaling.study import Found, StudySettings
 
+STATUSES = f"""Exit status:
+  0  the law holds
+  1  refused: a claim or a control fails, or a ratio differs by more than a factor of two from the stored baseline of
+     the same processor
+  2  the measurement failed, or an option is invalid
+  3  inconclusive: other processes took more than {report.BUSY:.0%} of the machine, or more than {report.NOISY:.0%} and
+     something is refused, or less than {STABLE:.0%} of the samples' resamples have the same verdict
+"""
+HOLDS, REFUSED, FAILED, INCONCLUSIVE = range(4)
 BUILD = Path("build/scaling")
 DOCS = Path("docs/results")
 NOT_PRINTED = ("series",)
@@ -76,14 +84,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         measured = read_samples(options.samples)
         if measured.conditions["quick"] and options.docs:
             print(f"scaling: {options.samples} is of a quick run, which decides nothing", file=sys.stderr)
-            return 2
+            return FAILED
         return conclude(measured, options, say)
     others = machine.watch_others()
     try:
         found = study.carry_out(settings, BUILD, say)
     except (RuntimeError, OSError) as error:
         print(f"scaling: {error}", file=sys.stderr)
-        return 2
+        return FAILED
     found.facts["others_share"] = others()
     conditions = {
         "machine": machine.describe(),
@@ -114,26 +122,37 @@ def conclude(measured: Measured, options: argparse.Namespace, say: Callable[[str
     is_quick = measured.conditions["quick"]
     results = {**measured.conditions, **judge(measured.found, measured.settings)}
     results["drift"] = _drift(results, options)
-    if is_quick:
+    objections = [] if is_quick else [*results["objections"], *results["drift"]["objections"]]
+    results["doubt"] = doubt = None if is_quick else _doubt(results, is_refused=bool(objections))
+    if is_quick or doubt is not None:
         results["law_holds"] = None
     if options.capacity is not None:
         results["capacity"] = _load(options.capacity)
     say("drawing")
     results["report"] = str(BUILD / report.PAGE)
     report.write(results, BUILD)
-    objections = [] if is_quick else [*results["objections"], *results["drift"]["objections"]]
     for objection in objections:
         print(f"scaling: {objection}", file=sys.stderr)
-    if objections and (share := measured.found.facts["others_share"] or 0.0) > report.NOISY:
-        print(f"scaling: others took {share:.0%} of the machine meanwhile, which may be the cause", file=sys.stderr)
+    if doubt is not None:
+        print(f"scaling: inconclusive: {doubt}", file=sys.stderr)
     if results["drift"]["compared"] is None:
         say(f"not compared with a baseline: {results['drift']['reason']}")
-    if options.docs and objections:
-        print(f"scaling: {DOCS}/ is unchanged: a refused run is no baseline", file=sys.stderr)
+    if options.docs and (objections or doubt is not None):
+        print(f"scaling: {DOCS}/ is unchanged: only a run in which the law holds is a baseline", file=sys.stderr)
     elif options.docs:
         report.write_document(results, DOCS)
     print(json.dumps({key: value for key, value in results.items() if key not in NOT_PRINTED}, allow_nan=False))
-    return 1 if objections else 0
+    return INCONCLUSIVE if doubt is not None else REFUSED if objections else HOLDS
+
+
+def _doubt(results: Mapping[str, Any], *, is_refused: bool) -> str | None:
+    """Why the samples decide neither way, or None if they do."""
+    share, agreement = results["facts"]["others_share"] or 0.0, results["agreement"]
+    if share > report.BUSY or (is_refused and share > report.NOISY):
+        return f"other processes took {share:.0%} of the machine"
+    if agreement < STABLE:
+        return f"only {agreement:.0%} of {results['draws'] // 2:,} resamples of the samples have one verdict"
+    return None
 
 
 def _drift(results: Mapping[str, Any], options: argparse.Namespace) -> dict[str, Any]:
@@ -153,7 +172,11 @@ def make_parser() -> argparse.ArgumentParser:
     """The command line."""
     defaults = StudySettings()
     parser = argparse.ArgumentParser(
-        prog="python -m loadtest scaling", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
+        prog="python -m loadtest scaling",
+        description=(__doc__ or "").splitlines()[0],
+        epilog=STATUSES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--lengths", type=int, default=defaults.num_lengths, help="number of lengths of each series")

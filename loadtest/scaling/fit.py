@@ -3,22 +3,29 @@
 A claim of degree d is seconds(n) = k₀ + k₁n + … + k_d·n^d with k ≥ 0 and a significant k_d. `examine` fits it to
 samples and collects objections. Pure arithmetic.
 
-* The medians of each length are fitted by non-negative least squares over relative deviations (weight 1 / median), so
-  that outliers have no influence and the shortest length counts as much as the longest.
+A claim of degree 1 may be one by regimes: seconds(n) is a continuous line with a slope of its own between given knees.
+
+* The median of each length is that of Hodges and Lehmann: of the means of all pairs of samples. Outliers hardly move
+  it, and it is steady where a machine has two speeds; a plain median jumps from one to the other.
+* The medians are fitted by non-negative least squares over relative deviations (weight 1 / median), so that the
+  shortest length counts as much as the longest.
 * Intervals are 95 % percentile intervals of a case bootstrap: samples are redrawn with replacement within each length,
   and medians and fit are computed again.
-* Degrees are compared by BIC = J·ln(RSS / J) + k·ln J for J lengths and k coefficients. Its likelihood assumes that
-  relative deviations of the medians are independent and normal, of one unknown variance.
+* Degrees, and a line by regimes with other laws, are compared by BIC = J·ln(RSS / J) + k·ln J for J lengths and k
+  coefficients. Its likelihood assumes that relative deviations of the medians are independent and normal, of one
+  unknown variance.
 
-Sources: Lawson and Hanson, "Solving Least Squares Problems" (1974), chapter 23; Efron and Tibshirani, "An Introduction
-to the Bootstrap" (1993), chapters 9 and 13; Schwarz, "Estimating the Dimension of a Model" (1978); Kass and Raftery,
-"Bayes Factors" (1995), section 3.2, for what a difference of 10 means.
+Sources: Hodges and Lehmann, "Estimates of Location Based on Rank Tests" (1963); Lawson and Hanson, "Solving Least
+Squares Problems" (1974), chapter 23; Efron and Tibshirani, "An Introduction to the Bootstrap" (1993), chapters 9 and
+13; Schwarz, "Estimating the Dimension of a Model" (1978); Kass and Raftery, "Bayes Factors" (1995), section 3.2, for
+what a difference of 10 means.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
@@ -45,6 +52,8 @@ MAX_DEGREE = 3
 
 _ENDS = (round((1.0 - CONFIDENCE) / 2.0, 9), round((1.0 + CONFIDENCE) / 2.0, 9))
 _NAMES = ("constant", "linear", "quadratic", "cubic")
+_RIVALS: Mapping[str, Callable[[Array], Array]] = {"n ln n": lambda n: n * np.log(n), "n^1.5": lambda n: n**1.5}
+"""Growth that a line by regimes could be mistaken for; a claim by regimes is compared with each, plus a constant."""
 # Relative deviations below a millionth are rounding errors.
 _LEAST_VARIANCE = 1e-12
 
@@ -71,40 +80,54 @@ class Medians:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A polynomial in the length: coefficients in seconds, seconds per token, seconds per token², and so on."""
+    """A polynomial in the length: coefficients in seconds, seconds per token, seconds per token², and so on.
+
+    With knees, one coefficient of each regime's slope replaces the one in seconds per token.
+    """
 
     coefficients: tuple[float, ...]
+    knees: tuple[float, ...] = ()
+
+    @property
+    def degree(self) -> int:
+        """The highest power."""
+        return len(self.coefficients) - len(self.knees) - 1
 
     def at(self, lengths: npt.ArrayLike) -> Array:
         """Seconds at each length."""
-        seconds: Array = np.polynomial.polynomial.polyval(np.asarray(lengths, float), self.coefficients)
+        seconds: Array = _terms(lengths, self.degree, self.knees) @ np.array(self.coefficients)
         return seconds
 
     def term_at(self, degree: int, lengths: npt.ArrayLike) -> Array:
-        """Seconds of one term at each length."""
-        return self.coefficients[degree] * np.asarray(lengths, float) ** degree
+        """Seconds of the terms of one degree at each length."""
+        is_of_degree = _powers(self.degree, self.knees) == degree
+        seconds: Array = _terms(lengths, self.degree, self.knees) @ (np.array(self.coefficients) * is_of_degree)
+        return seconds
 
     def local_slope_at(self, lengths: npt.ArrayLike) -> Array:
         """The local exponent d ln(seconds) / d ln(length): 1 where time is linear, 2 where it is quadratic."""
-        weighted = tuple(degree * value for degree, value in enumerate(self.coefficients))
-        return Curve(weighted).at(lengths) / self.at(lengths)
+        lengths, step = np.asarray(lengths, float), 1e-4
+        rise = np.log(self.at(lengths * (1.0 + step)) / self.at(lengths * (1.0 - step)))
+        slope: Array = rise / (np.log1p(step) - np.log1p(-step))
+        return slope
 
 
 @dataclass(frozen=True, slots=True)
 class Bootstrap:
-    """Refits: medians `[draws, J]`, coefficients `[draws, degree + 1]`."""
+    """Refits: medians `[draws, J]`, coefficients `[draws, terms]` of curves with these knees."""
 
     medians: Array
     coefficients: Array
+    knees: tuple[float, ...] = ()
 
-    def interval(self, degree: int) -> Interval:
+    def interval(self, term: int) -> Interval:
         """The interval of one coefficient."""
-        return interval(self.coefficients[:, degree])
+        return interval(self.coefficients[:, term])
 
     def band(self, lengths: npt.ArrayLike) -> tuple[Array, Array]:
         """The curve's interval at each length."""
-        powers = np.polynomial.polynomial.polyvander(np.asarray(lengths, float), self.coefficients.shape[1] - 1)
-        low, high = np.quantile(self.coefficients @ powers.T, _ENDS, axis=0)
+        degree = self.coefficients.shape[1] - len(self.knees) - 1
+        low, high = np.quantile(self.coefficients @ _terms(lengths, degree, self.knees).T, _ENDS, axis=0)
         return low, high
 
 
@@ -119,28 +142,41 @@ class LocalSlopes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Examination:
-    """Evidence on the claim that time grows with the length to the power of `degree`.
+class Figures:
+    """What decides on a claim, but for intervals. All are computed from the medians.
 
-    `crossover` is the length at which the leading term equals the one below it (n* = b/c for degree 2), infinite
-    without a leading term. `bic` is indexed by degree. `leading_share` is the leading term's share of the time at the
-    longest length, `next_share` that of a fitted term one degree higher. `misfit` is the largest relative error at a
-    median, `extrapolation_error` that of the fit without the longest length at that length.
+    `bic` is indexed by degree, `rivals` has that of other laws by name. `leading_share` is the leading term's share of
+    the time at the longest length, `next_share` that of a fitted term one degree higher. `misfit` is the largest
+    relative error at a median, `extrapolation_error` that of the fit without the longest length at that length.
     """
 
-    degree: int
-    medians: Medians
     curve: Curve
-    bootstrap: Bootstrap
-    intervals: tuple[Interval, ...]
-    crossover: float
-    crossover_interval: Interval
     bic: tuple[float, ...]
+    rivals: Mapping[str, float]
     leading_share: float
     next_share: float
     misfit: float
     extrapolation_error: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examination(Figures):
+    """Evidence on the claim that time grows with the length to the power of `degree`.
+
+    `coefficients` are in seconds, seconds per token, and so on; a slope by regimes is its mean up to the longest
+    length. `crossover` is the length at which the leading term equals the one below it (n* = b/c for degree 2),
+    infinite without a leading term. `refused` says of each judged draw of the bootstrap whether it has objections.
+    """
+
+    degree: int
+    medians: Medians
+    bootstrap: Bootstrap
+    coefficients: tuple[float, ...]
+    intervals: tuple[Interval, ...]
+    crossover: float
+    crossover_interval: Interval
     objections: tuple[str, ...]
+    refused: npt.NDArray[np.bool_]
 
     @property
     def holds(self) -> bool:
@@ -169,9 +205,11 @@ def examine(
     degree: int,
     *,
     draws: int = 2000,
+    judged: int = 0,
     seed: int = 0,
     tolerance: float = TOLERANCE,
     reach: float = 0.0,
+    knees: Sequence[float] | None = None,
 ) -> Examination:
     """Fits a polynomial of degree 1 or 2 to samples and collects the objections to it.
 
@@ -179,9 +217,11 @@ def examine(
         samples: several for each of at least five lengths, all seconds above zero.
         degree: the claimed degree.
         draws: size of the bootstrap.
+        judged: how many of the draws are judged as the samples are, see `Examination.refused`.
         seed: of the bootstrap.
         tolerance: see `TOLERANCE`.
         reach: the longest length must be at least this many crossovers.
+        knees: if given, the claim is one by regimes: ascending lengths, or none for a single regime.
 
     Raises:
         ValueError: if the samples or the degree are invalid.
@@ -191,68 +231,62 @@ def examine(
     medians = medians_of(samples)
     if len(medians.lengths) < MAX_DEGREE + 2:
         raise ValueError(f"samples have {len(medians.lengths)} lengths, a comparison needs {MAX_DEGREE + 2}")
-    curve = fit(medians, degree)
-    bootstrap = resample(samples, degree, draws, np.random.default_rng(seed))
-    longest = medians.lengths[-1]
-    above = fit(medians, degree + 1)
-    predicted = fit(medians.without_longest(), degree).at(longest)
-    found = Examination(
+    at_knees, rivals = tuple(knees or ()), {} if knees is None else _RIVALS
+    bootstrap = resample(samples, degree, draws, np.random.default_rng(seed), at_knees)
+    leading = bootstrap.interval(-1)
+
+    def object_to(medians: Medians) -> tuple[Figures, tuple[str, ...]]:
+        figures = _figures(medians, degree, at_knees, rivals)
+        return figures, _objections(figures, medians.lengths[-1], leading, tolerance, reach)
+
+    figures, objections = object_to(medians)
+    # Mean slopes by power: of one regime each, the coefficients themselves.
+    longest, powers = medians.lengths[-1], _powers(degree, at_knees)
+    shares = _terms(longest, degree, at_knees) / longest**powers
+    means = np.array([shares * (powers == each) for each in range(degree + 1)])
+    coefficients, drawn = means @ figures.curve.coefficients, bootstrap.coefficients @ means.T
+    return Examination(
+        **{each.name: getattr(figures, each.name) for each in fields(figures)},
         degree=degree,
         medians=medians,
-        curve=curve,
         bootstrap=bootstrap,
-        intervals=tuple(bootstrap.interval(each) for each in range(degree + 1)),
-        crossover=float(_ratio(curve.coefficients[degree - 1], curve.coefficients[degree])),
-        crossover_interval=interval(_ratio(bootstrap.coefficients[:, degree - 1], bootstrap.coefficients[:, degree])),
-        bic=tuple(bic(medians, each) for each in range(MAX_DEGREE + 1)),
-        leading_share=float(curve.term_at(degree, longest) / curve.at(longest)),
-        next_share=float(above.term_at(degree + 1, longest) / above.at(longest)),
-        misfit=float(np.max(np.abs(curve.at(medians.lengths) / medians.seconds - 1.0))),
-        extrapolation_error=float(abs(predicted / medians.seconds[-1] - 1.0)),
-        objections=(),
+        coefficients=tuple(coefficients.tolist()),
+        intervals=tuple(interval(each) for each in drawn.T),
+        crossover=float(_ratio(coefficients[-2], coefficients[-1])),
+        crossover_interval=interval(_ratio(drawn[:, -2], drawn[:, -1])),
+        objections=objections,
+        refused=np.array([bool(object_to(Medians(medians.lengths, each))[1]) for each in bootstrap.medians[:judged]]),
     )
-    return _with_objections(found, tolerance, reach)
 
 
 def medians_of(samples: Samples) -> Medians:
-    """The median of each length.
+    """The median of each length, as of Hodges and Lehmann.
 
     Raises:
         ValueError: if there are no samples, or one is not above zero.
     """
     groups = _by_length(samples)
-    return Medians(np.array(list(groups)), np.array([np.median(each) for each in groups.values()]))
+    return Medians(np.array(list(groups)), np.array([_median(np.array(each)) for each in groups.values()]))
 
 
-def fit(medians: Medians, degree: int) -> Curve:
+def fit(medians: Medians, degree: int, knees: tuple[float, ...] = ()) -> Curve:
     """The least-squares polynomial in relative deviations, without negative coefficients."""
     scale = medians.lengths[-1]
-    powers = np.polynomial.polynomial.polyvander(medians.lengths / scale, degree)
-    found, _ = nnls(powers / medians.seconds[:, np.newaxis], np.ones(len(medians.seconds)))
-    return Curve(tuple(float(value) for value in found / scale ** np.arange(degree + 1)))
+    knees = knees if degree else ()
+    found = _least_squares(_terms(medians.lengths / scale, degree, tuple(knee / scale for knee in knees)), medians)
+    return Curve(tuple((found / scale ** _powers(degree, knees)).tolist()), knees)
 
 
-def bic(medians: Medians, degree: int) -> float:
-    """The Bayesian information criterion of a degree's fit; lower is better, and only differences are meaningful.
-
-    Zero coefficients count too, so a higher degree never wins without improving the fit.
-    """
-    deviations = fit(medians, degree).at(medians.lengths) / medians.seconds - 1.0
-    variance = max(float(np.mean(deviations**2)), _LEAST_VARIANCE)
-    num_lengths = len(medians.lengths)
-    return num_lengths * float(np.log(variance)) + (degree + 1) * float(np.log(num_lengths))
-
-
-def resample(samples: Samples, degree: int, draws: int, rng: np.random.Generator) -> Bootstrap:
+def resample(
+    samples: Samples, degree: int, draws: int, rng: np.random.Generator, knees: tuple[float, ...] = ()
+) -> Bootstrap:
     """The case bootstrap: resamples within each length with replacement, then computes medians and fit."""
     groups = _by_length(samples)
     lengths = np.array(list(groups))
-    columns = [
-        np.median(np.array(each)[rng.integers(0, len(each), (draws, len(each)))], axis=1) for each in groups.values()
-    ]
+    columns = [_median(np.array(each)[rng.integers(0, len(each), (draws, len(each)))]) for each in groups.values()]
     medians = np.column_stack(columns)
-    coefficients = np.array([fit(Medians(lengths, each), degree).coefficients for each in medians])
-    return Bootstrap(medians, coefficients)
+    coefficients = np.array([fit(Medians(lengths, each), degree, knees).coefficients for each in medians])
+    return Bootstrap(medians, coefficients, knees)
 
 
 def local_slopes(found: Examination) -> LocalSlopes:
@@ -274,9 +308,31 @@ def interval(values: Array) -> Interval:
     return Interval(float(low), float(high))
 
 
-def _with_objections(found: Examination, tolerance: float, reach: float) -> Examination:
-    degree = found.degree
-    leading, longest = found.intervals[degree], f"{found.longest:g} tokens"
+def _figures(
+    medians: Medians, degree: int, knees: tuple[float, ...], rivals: Mapping[str, Callable[[Array], Array]]
+) -> Figures:
+    lengths, longest = medians.lengths, medians.lengths[-1]
+    curves = [fit(medians, each, knees) for each in range(MAX_DEGREE + 1)]
+    curve, above = curves[degree], curves[degree + 1]
+    deviations = [each.at(lengths) / medians.seconds - 1.0 for each in curves]
+    predicted = fit(medians.without_longest(), degree, knees).at(longest)
+    others = {}
+    for name, law in rivals.items():
+        terms = np.column_stack([np.ones(len(lengths)), law(lengths) / law(longest)])
+        others[name] = _bic(terms @ _least_squares(terms, medians) / medians.seconds - 1.0, 2)
+    return Figures(
+        curve=curve,
+        bic=tuple(_bic(off, len(each.coefficients)) for off, each in zip(deviations, curves, strict=True)),
+        rivals=others,
+        leading_share=float(curve.term_at(degree, longest) / curve.at(longest)),
+        next_share=float(above.term_at(degree + 1, longest) / above.at(longest)),
+        misfit=float(np.max(np.abs(deviations[degree]))),
+        extrapolation_error=float(abs(predicted / medians.seconds[-1] - 1.0)),
+    )
+
+
+def _objections(found: Figures, length: float, leading: Interval, tolerance: float, reach: float) -> tuple[str, ...]:
+    curve, degree, longest = found.curve, found.curve.degree, f"{length:g} tokens"
     gain = found.bic[degree - 1] - found.bic[degree]
     loss = found.bic[degree] - found.bic[degree + 1]
     law, lesser, greater = _NAMES[degree], _NAMES[degree - 1], _NAMES[degree + 1]
@@ -292,13 +348,51 @@ def _with_objections(found: Examination, tolerance: float, reach: float) -> Exam
         objections.append(
             f"BIC prefers {greater} to {law} by {loss:.1f}, and its term is {found.next_share:.1%} at {longest}"
         )
+    for name, value in found.rivals.items():
+        if (loss := found.bic[degree] - value) > DECISIVE_BIC:
+            objections.append(f"BIC prefers {name} to {law} by {loss:.1f}")
     if found.misfit > MAX_MISFIT:
         objections.append(f"the curve misses the median of one length by {found.misfit:.1%}")
     if found.extrapolation_error > tolerance:
         objections.append(f"the fit without {longest} misses them by {found.extrapolation_error:.1%}")
-    if found.longest < reach * found.crossover:
-        objections.append(f"{longest} are {found.longest / found.crossover:.2f} times the crossover, not {reach:g}")
-    return replace(found, objections=tuple(objections))
+    if reach and length < reach * (crossover := float(_ratio(*curve.coefficients[-2:]))):
+        objections.append(f"{longest} are {length / crossover:.2f} times the crossover, not {reach:g}")
+    return tuple(objections)
+
+
+def _terms(lengths: npt.ArrayLike, degree: int, knees: tuple[float, ...]) -> Array:
+    """The terms of a polynomial with coefficients of one, `[..., terms]`; knees divide the linear one."""
+    n = np.asarray(lengths, float)
+    pieces = [np.clip(n, low, high) - low for low, high in pairwise((0.0, *knees, np.inf))] if degree else []
+    return np.stack([np.ones_like(n), *pieces, *(n**power for power in range(2, degree + 1))], axis=-1)
+
+
+def _powers(degree: int, knees: tuple[float, ...]) -> npt.NDArray[np.int_]:
+    """The power of the length of each of these terms."""
+    return np.array([0, *[1] * (len(knees) + 1 if degree else 0), *range(2, degree + 1)])
+
+
+def _least_squares(terms: Array, medians: Medians) -> Array:
+    """The coefficients over relative deviations, without negative ones."""
+    found: Array = nnls(terms / medians.seconds[:, np.newaxis], np.ones(len(medians.seconds)))[0]
+    return found
+
+
+def _bic(deviations: Array, num_coefficients: int) -> float:
+    """The Bayesian information criterion; lower is better, and only differences are meaningful.
+
+    Zero coefficients count too, so a higher degree never wins without improving the fit.
+    """
+    variance = max(float(np.mean(deviations**2)), _LEAST_VARIANCE)
+    num_lengths = len(deviations)
+    return num_lengths * float(np.log(variance)) + num_coefficients * float(np.log(num_lengths))
+
+
+def _median(values: Array) -> Array:
+    """The median of the means of all pairs along the last axis, each value with itself included."""
+    first, second = np.triu_indices(values.shape[-1])
+    medians: Array = np.median((values[..., first] + values[..., second]) / 2, axis=-1)
+    return medians
 
 
 def _by_length(samples: Samples) -> dict[float, list[float]]:

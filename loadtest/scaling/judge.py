@@ -5,6 +5,7 @@ Knows samples and statistics; nothing of servers, files or the command line.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from loadtest.scaling import fit, operations
-from loadtest.scaling.claims import CLAIMS, WITNESSES
+from loadtest.scaling.claims import CACHE_TOLERANCE, CLAIMS, WITNESSES
 from loadtest.scaling.fit import Curve, Examination, Interval, Samples
 from loadtest.scaling.study import Found, StudySettings
 from model.spec.config import ModelConfig
@@ -30,6 +31,10 @@ DRIFTING = (
 """Figures compared with the baseline: lengths at which two terms are equal, and exponents. None is a time."""
 COMPARABLE = ("preset", "overrides", "chunk", "threads")
 """StudySettings that change those figures: runs that differ in one of them are not compared."""
+STABLE = 0.9
+"""A verdict that a smaller share of the samples' resamples has is inconclusive."""
+_LEAST_LENGTHS = 3
+"""A regime needs that many lengths."""
 _TERMS = "abcd"
 _DEGREES = ("constant", "linear", "quadratic", "cubic")
 # Synthetic times scatter like those of a noisy machine, with a few outliers.
@@ -40,26 +45,34 @@ Truth: TypeAlias = Callable[[float], fit.Array | float]
 
 
 def judge(found: Found, settings: StudySettings, *, draws: int = 2000) -> dict[str, Any]:
-    """Examines every claim and control; `draws` is the size of each bootstrap.
+    """Examines every claim and control; `draws` is the size of each bootstrap, half of which is judged, too.
 
     Returns:
-        Figures by series, controls, every objection and the samples, as plain values for JSON.
+        Figures by series, controls, every objection and the samples, as plain values for JSON. `agreement` is the
+        share of resamples of the samples that have the same verdict.
     """
     results: dict[str, Any] = {}
     objections = []
+    # Draws of different series must not be paired: all have one seed.
+    refused, order = np.zeros(draws // 2, bool), np.random.default_rng(settings.seed)
     for claim in (*CLAIMS, *WITNESSES):
-        examined = fit.examine(
+        examine = functools.partial(
+            fit.examine,
             found.series[claim.series],
             claim.degree,
             draws=draws,
             seed=settings.seed,
             tolerance=claim.tolerance,
-            reach=claim.reach,
         )
+        knees = knees_of(found, claim.series) if claim.by_regime else None
+        examined = examine(judged=draws // 2, reach=claim.reach, knees=knees)
         results[claim.series] = describe(examined)
+        if claim.by_regime:
+            line = examine()
+            results[claim.series] |= {"linear": line.holds, "linear_objections": list(line.objections)}
         if claim in CLAIMS:
             objections += [f"{claim.words}: {objection}" for objection in examined.objections]
-    results["decode"]["linear"] = results["decode"]["holds"]
+            refused |= order.permutation(examined.refused)
     results["no_cache"]["quadratic"] = results["no_cache"]["holds"]
     results["controls"], failures = _control(found, settings, draws)
     results["operations"] = _operations(found, settings)
@@ -68,6 +81,7 @@ def judge(found: Found, settings: StudySettings, *, draws: int = 2000) -> dict[s
         **results,
         "objections": objections,
         "law_holds": not objections,
+        "agreement": 1.0 if failures else float(np.mean(refused == bool(objections))),
         "facts": found.facts,
         "settings": asdict(settings),
         "draws": draws,
@@ -78,7 +92,7 @@ def judge(found: Found, settings: StudySettings, *, draws: int = 2000) -> dict[s
 
 def describe(examined: Examination) -> dict[str, Any]:
     """An examination as plain values for JSON; an infinite figure is null."""
-    coefficients, intervals = examined.curve.coefficients, examined.intervals
+    coefficients, intervals = examined.coefficients, examined.intervals
     figures: dict[str, Any] = {}
     for name, value, interval in zip(_TERMS, coefficients, intervals, strict=False):
         figures |= _with_interval(name, value, interval)
@@ -86,6 +100,8 @@ def describe(examined: Examination) -> dict[str, Any]:
     figures |= _with_interval(name, examined.crossover, examined.crossover_interval)
     if examined.degree == 1:
         figures |= _with_interval("slope", coefficients[1], intervals[1])
+        figures |= {"slopes": list(examined.curve.coefficients[1:]), "knees": list(examined.curve.knees)}
+        figures |= {"bic_rivals": dict(examined.rivals)}
     figures |= {f"bic_{word}": value for word, value in zip(_DEGREES, examined.bic, strict=True)}
     return {
         **figures,
@@ -101,6 +117,22 @@ def describe(examined: Examination) -> dict[str, Any]:
         "objections": list(examined.objections),
         "holds": examined.holds,
     }
+
+
+def knees_of(found: Found, series: str) -> list[float]:
+    """Lengths at which keys and values fill one of the processor's caches, if enough were measured on both sides.
+
+    Until they fill it, each token also displaces weights from it, which are then read from the next one.
+    """
+    bytes_per_token = ModelConfig.from_dict(found.facts["config"]).kv_bytes_per_token
+    lengths = sorted({length for length, _ in found.series[series]})
+    knees: list[float] = []
+    for capacity in found.facts.get("caches", ()):
+        knee = capacity / bytes_per_token
+        below = sum((knees[-1] if knees else 0.0) < length <= knee for length in lengths)
+        if min(below, sum(length > knee for length in lengths)) >= _LEAST_LENGTHS:
+            knees.append(knee)
+    return knees
 
 
 def drift(results: Mapping[str, Any], baseline: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,6 +194,18 @@ def rivals(line: Curve, longest: float) -> dict[str, Truth]:
     }
 
 
+def cached_rivals(line: Curve, longest: float) -> dict[str, Truth]:
+    """Laws that must not pass as a cached token's, by name; "square" keeps the line's constant, as a token would."""
+    constant, seconds = line.coefficients[0], float(line.at(longest))
+    others = rivals(line, longest)
+    del others["linear"]
+    return {
+        **others,
+        "quadratic": lambda length: seconds * (length / longest) ** 2,
+        "square": lambda length: constant + (seconds - constant) * (length / longest) ** 2,
+    }
+
+
 def _control(found: Found, settings: StudySettings, draws: int) -> tuple[dict[str, Any], list[str]]:
     """Checks that the procedure rejects and accepts what it must; returns figures and failures."""
     prefill = fit.medians_of(found.series["prefill"])
@@ -170,31 +214,49 @@ def _control(found: Found, settings: StudySettings, draws: int) -> tuple[dict[st
     controls: dict[str, Any] = {}
     failures = []
 
+    def make(truth: Truth, lengths: Sequence[float]) -> Samples:
+        return synthetic(truth, lengths, settings.repeats, settings.seed)
+
     def examine(samples: Samples) -> Examination:
         return fit.examine(samples, 2, draws=draws, seed=settings.seed)
 
-    def must_be_refused(name: str, samples: Samples, what: str) -> Examination:
-        examined = examine(samples)
-        controls[f"{name}_rejects_quadratic"] = not examined.holds
+    def must_be_refused(name: str, examined: Examination, what: str, law: str = "quadratic") -> None:
+        controls[f"{name}_rejects_{law}"] = not examined.holds
         controls[f"{name}_objections"] = list(examined.objections)
         if examined.holds:
-            failures.append(f"control: a quadratic was found in {what}")
-        return examined
+            failures.append(f"control: {law} growth was found in {what}")
+
+    def must_hold(law: str, examined: Examination) -> None:
+        controls[f"{law}_accepted"] = examined.holds
+        if not examined.holds:
+            failures.append(f"control: synthetic {law} times were refused: {'; '.join(examined.objections)}")
 
     for name, truth in rivals(line, lengths[-1]).items():
-        samples = synthetic(truth, lengths, settings.repeats, settings.seed)
-        must_be_refused(name, samples, f"synthetic {name} times")
+        must_be_refused(name, examine(make(truth, lengths)), f"synthetic {name} times")
     # A known quadratic like the expected one: n* is a fifth of the longest length.
     square = Curve((line.coefficients[0], line.coefficients[1], line.coefficients[1] * 5 / lengths[-1]))
-    quadratic = examine(synthetic(square.at, lengths, settings.repeats, settings.seed))
-    controls["quadratic_accepted"] = quadratic.holds
-    if not quadratic.holds:
-        failures.append(f"control: a synthetic quadratic was refused: {'; '.join(quadratic.objections)}")
+    must_hold("quadratic", examine(make(square.at, lengths)))
     for name, how in (("gru", "in chunks"), ("gru_whole", "in one run")):
         # Older runs lack the second series.
         if gru_samples := found.series[name]:
-            examined = must_be_refused(name, gru_samples, f"the recurrent model's times, read {how}")
+            examined = examine(gru_samples)
+            must_be_refused(name, examined, f"the recurrent model's times, read {how}")
             controls[name] = describe(examined)
+    knees = knees_of(found, "decode")
+    contexts = [float(length) for length in fit.medians_of(found.series["decode"]).lengths]
+
+    def examine_cached(truth: Truth) -> Examination:
+        samples = make(truth, contexts)
+        return fit.examine(samples, 1, draws=draws, seed=settings.seed, tolerance=CACHE_TOLERANCE, knees=knees)
+
+    cached = fit.fit(fit.medians_of(found.series["decode"]), 1)
+    for name, truth in cached_rivals(cached, contexts[-1]).items():
+        must_be_refused(f"cached_{name}", examine_cached(truth), f"synthetic {name} times of a cached token", "linear")
+    # A known line: two thirds of the time at the longest length, and half the slope in each regime.
+    bends = Curve((0.0, *(0.5**each for each in range(len(knees) + 1))), tuple(knees))
+    seconds = float(cached.at(contexts[-1]))
+    slopes = np.array(bends.coefficients) * 2 / 3 * seconds / float(bends.at(contexts[-1]))
+    must_hold("cached_linear", examine_cached(Curve((seconds / 3, *slopes[1:]), bends.knees).at))
     return controls, failures
 
 

@@ -199,11 +199,12 @@ def _caption_decode(evidence: Evidence) -> str:
     def growth(series: str) -> str:
         found = evidence.examined(series)
         between = found.intervals[1]
-        return f"{1e9 * found.curve.coefficients[1]:.1f} ns ({1e9 * between.low:.1f}…{1e9 * between.high:.1f})"
+        return f"{1e9 * found.coefficients[1]:.1f} ns ({1e9 * between.low:.1f}…{1e9 * between.high:.1f})"
 
     return (
         f"Server-side time per token with the KV cache is linear. It grows by {growth('decode')} per token of the "
-        f"context; in an encoder-decoder by {growth('cross_attention')} per token of the source."
+        f"context; in an encoder-decoder by {growth('cross_attention')} per token of the source. The slope may change "
+        "where keys and values fill one of the processor's caches."
     )
 
 

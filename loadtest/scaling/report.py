@@ -17,6 +17,7 @@ from loadtest.document import Block, Drawing, Heading, Items, Table, Text, to_pa
 from loadtest.scaling import fit
 from loadtest.scaling.claims import CACHE_TOLERANCE, CLAIMS, ENOUGH_REACH, WITNESSES
 from loadtest.scaling.evidence import Evidence, Results
+from loadtest.scaling.judge import STABLE
 from loadtest.scaling.pictures import PICTURES, Picture
 
 RESULTS = "scaling.json"
@@ -24,7 +25,10 @@ PAGE = "scaling.html"
 DOCUMENT = "scaling.md"
 CAPACITY = "scaling-capacity"
 NOISY = 0.05
-"""If other processes take more than this share of the machine, the report marks its figures as doubtful."""
+"""If other processes take more than this share of the machine, the report marks its figures as doubtful, and a run in
+which something is refused is inconclusive."""
+BUSY = 0.20
+"""If they take more than this share, every run is."""
 TITLE = "The law: attention costs the square of the length"
 
 _METHOD = (
@@ -35,22 +39,37 @@ _METHOD = (
     "new: a cache hit ends the study. Without a cache, the text so far is sent as a new prompt for every token.",
     "Lengths are geometric, up to the context. Each repeat takes every length once, in a new random order, so that "
     "drift of the machine does not look like a slope; a warm-up pass goes first and is not counted.",
-    "Medians are fitted by non-negative least squares over relative deviations (weight 1 / median). Intervals are 95 % "
-    "percentile intervals of a case bootstrap within lengths. Degrees are compared by BIC = J ln(RSS / J) + k ln J "
-    "over J lengths, whose likelihood assumes that relative deviations of the medians are independent and normal, of "
-    f"one unknown variance; a difference above {fit.DECISIVE_BIC:g} decides.",
+    "The median of a length is that of Hodges and Lehmann, of the means of all pairs of its samples: it is steady "
+    "where a machine has two speeds. Medians are fitted by non-negative least squares over relative deviations (weight "
+    "1 / median). Intervals are 95 % percentile intervals of a case bootstrap within lengths. Degrees are compared by "
+    "BIC = J ln(RSS / J) + k ln J over J lengths, whose likelihood assumes that relative deviations of the medians are "
+    f"independent and normal, of one unknown variance; a difference above {fit.DECISIVE_BIC:g} decides.",
     "A claim is refused if the interval of its leading coefficient includes 0, if BIC does not prefer it to the "
     f"degree below by more than {fit.DECISIVE_BIC:g}, if its leading term is less than {fit.LEADING_SHARE:.0%} of "
     f"the time at the longest length, if BIC prefers the degree above by more than {fit.DECISIVE_BIC:g} and that "
     f"term is {fit.TOLERANCE:.0%} of it or more, if the curve misses a median by more than {fit.MAX_MISFIT:.0%}, "
-    f"or if the fit without the longest length misses it by more than {fit.TOLERANCE:.0%}. For a token with the "
-    f"cache and for cross-attention {fit.TOLERANCE:.0%} becomes {CACHE_TOLERANCE:.0%}: keys and values outgrow the "
-    f"processor's caches, and memory is slower. For whole prompts, lengths must also reach {ENOUGH_REACH:g} n*.",
+    f"or if the fit without the longest length misses it by more than {fit.TOLERANCE:.0%}. For whole prompts, lengths "
+    f"must also reach {ENOUGH_REACH:g} n*.",
+    "A token with the cache, and its cross-attention, is linear with a slope of its own in each regime. The knees are "
+    "not fitted: they are the lengths at which keys and values fill one of the processor's caches, as the system "
+    "reports its size. Until then every token also displaces weights from that cache, which the next step reads from "
+    f"the slower one behind it. For these claims {fit.TOLERANCE:.0%} becomes {CACHE_TOLERANCE:.0%}, because a step of "
+    "a fraction of a millisecond scatters more, and BIC must not prefer n ln n or n^1.5 to the line by more than "
+    f"{fit.DECISIVE_BIC:g}. The results also have the verdict on a single line, under `linear`.",
+    "Resamples of the samples are judged in the same way. If less than "
+    f"{STABLE:.0%} of them have the verdict of the run, it is inconclusive. So it is if other processes took more than "
+    f"{BUSY:.0%} of the machine, or more than {NOISY:.0%} and something is refused.",
 )
 _RIVALS: Mapping[str, str] = {
     "linear": "synthetic times that are linear",
     "linearithmic": "synthetic times that grow with n ln n",
     "three_halves": "synthetic times that grow with n^1.5",
+}
+_CACHED_RIVALS: Mapping[str, str] = {
+    "linearithmic": "that grow with n ln n",
+    "three_halves": "that grow with n^1.5",
+    "quadratic": "that grow with n²",
+    "square": "with the measured constant and a square",
 }
 _NO_CAPACITY = (
     "Not measured with this run: `python -m loadtest capacity` measures a running server, and "
@@ -143,8 +162,11 @@ def _quadratic_cells(each: Mapping[str, Any]) -> dict[str, str]:
 
 def _linear_cells(each: Mapping[str, Any]) -> dict[str, str]:
     slope = f"{1e9 * each['slope']:.3g} ({1e9 * each['slope_low']:.3g}…{1e9 * each['slope_high']:.3g})"
+    regimes = [f"{1e9 * value:.3g}" for value in each["slopes"]]
     return {
         "b, ns/token (95 %)": slope,
+        "b by regime": ", ".join(regimes),
+        "knees, tokens": ", ".join(f"{value:,.0f}" for value in each["knees"]) or "-",
         "a/b, tokens (95 %)": _lengths(each, "crossover"),
         "longest, tokens": f"{each['longest']:,.0f}",
         "BIC(constant) - BIC(linear)": f"{each['bic_constant'] - each['bic_linear']:+.0f}",
@@ -167,8 +189,15 @@ def controls(results: Results) -> list[str]:
             lines.append(f"{what}: no quadratic, because {'; '.join(objections)}{alone}")
         else:
             lines.append(f"{what}: **wrongly found quadratic**")
-    accepted = "found quadratic" if found["quadratic_accepted"] else "**wrongly refused**"
-    return [*lines, f"synthetic times that are quadratic: {accepted}"]
+    for name, what in _CACHED_RIVALS.items():
+        refused = "; ".join(found[f"cached_{name}_objections"])
+        verdict = f"no line, because {refused}" if refused else "**wrongly found linear**"
+        lines.append(f"synthetic times of a cached token {what}: {verdict}")
+    for law, what in (("quadratic", "synthetic times"), ("cached_linear", "synthetic times of a cached token")):
+        word = law.removeprefix("cached_")
+        accepted = f"found {word}" if found[f"{law}_accepted"] else "**wrongly refused**"
+        lines.append(f"{what} that are {word}: {accepted}")
+    return lines
 
 
 def conditions(results: Results) -> str:
@@ -199,14 +228,25 @@ def _verdict(results: Results) -> str:
     prefill, decode = results["prefill"], results["decode"]
     if results["quick"]:
         return "A quick run, a smoke test: too few samples of too short texts for any verdict."
+    if results["law_holds"] is None:
+        return f"**Inconclusive**: {results['doubt']}."
     if not results["law_holds"]:
         return "**The law is refused** on this machine with this version of the service."
     return (
         f"**The law holds.** Prefill takes a + bn + cn² with c = {1e9 * prefill['c']:.3g} ns/token² "
         f"({1e9 * prefill['c_low']:.3g}…{1e9 * prefill['c_high']:.3g}) and n* = {_length(prefill['n_star'])} tokens: "
         "beyond that, attention costs more than the linear part. A token with the KV cache is linear in its context, "
-        f"{1e9 * decode['slope']:.3g} ns per token of it; without the cache it is quadratic."
+        f"{1e9 * decode['slope']:.3g} ns per token of it{_by_regime(decode)}; without the cache it is quadratic. "
+        f"{results['agreement']:.1%} of {results['draws'] // 2:,} resamples of the samples have the same verdict."
     )
+
+
+def _by_regime(each: Mapping[str, Any]) -> str:
+    """The slopes of a line with knees, in words."""
+    if not each["knees"]:
+        return ""
+    slopes = ", then ".join(f"{1e9 * value:.3g}" for value in each["slopes"])
+    return f" ({slopes}, with the knee at {', '.join(f'{knee:,.0f}' for knee in each['knees'])})"
 
 
 def _compared(results: Results) -> str:

@@ -14,7 +14,9 @@ at batch 1, one request at a time:
 
 A recurrent model of the same size (`benchmarks.training.recurrence`) reads texts in chunks and in one run. Every prompt
 is random and new; a cache hit is an error. Each repeat takes all lengths once in a new order, so that drift of the
-machine does not look like a slope. A warm-up pass goes first.
+machine does not look like a slope. A warm-up pass goes first. Tokens with a cache take a fraction of a millisecond and
+scatter most, so every prompt and source gives several samples, and short prompts and all sources have two turns a
+repeat.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from loadtest import machine
 from loadtest.child import run_module
 from loadtest.scaling.probe import Answer, Probe, probing
 from loadtest.serving import Server, serving
@@ -54,6 +57,7 @@ _LOCUSTFILE = Path(__file__).parent.with_name("locustfile.py")
 _SOURCE_PADDING = 16
 # KV rows of the encoder-decoder's server: one active, one for the cached source.
 _SOURCE_ROWS = 2
+_SAMPLES_OF_A_SOURCE = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +66,9 @@ class StudySettings:
 
     Lengths are geometric, from `shortest` to the context. Decode generates `new` tokens, decode without a cache
     `new_without_cache`. `overrides` change the preset, as `key=value`: five times n* needs a longer context, and one KV
-    head for all queries keeps the keys and values of the longest context (8 MiB) in the last-level cache; beyond it a
-    token costs more, and the straight line bends at a length that depends on the machine. An uncounted prompt as long,
-    but not longer than `settle`, precedes each sample; 0 omits it. Sources are at most `source_context` long, to save
+    head for all queries keeps the keys and values of the longest context (8 MiB) in the last-level cache; memory behind
+    it is shared with others. An uncounted prompt as long, but not longer than `settle`, precedes each sample; 0 omits
+    it. Sources are at most `source_context` long, to save
     time. `threads` leave one processor to the rest of the server and to the client, whose work would add noise.
     """
 
@@ -158,25 +162,31 @@ class _Study:
         self._lengths: list[int] = []
         self.found = Found()
         self.found.facts["config"] = self._config.to_dict()
+        self.found.facts["caches"] = machine.caches()
 
     def measure_decoder(self) -> None:
         """Prefill of whole prompts, decode with and without a cache."""
         settings, series = self._settings, self.found.series
         same_tokens = asked_tokens = 0
         with self._serving("decoder", self._config.context) as (_, probe):
-            limit = self._config.context - 1 - max(settings.new, settings.new_without_cache)
+            limit = self._config.context - settings.new - settings.new_without_cache
             self._lengths = self._warm_up(probe, limit, 32)
-            for length in self._passes("prefill, decode, no_cache", self._lengths):
+            # A short text's samples scatter most and cost least.
+            short = [length for length in self._lengths if length <= settings.settle]
+            for length in self._passes("prefill, decode, no_cache", [*self._lengths, *short]):
                 self._settle(probe, length)
                 prompt = self._draw(length)
                 answer = _fresh(probe.ask(prompt, settings.new))
                 series["prefill"].append((length, answer.prefill))
-                series["decode"].append((length + settings.new / 2, answer.per_token))
+                decode = [answer.per_token]
                 text, seconds = list(prompt), []
                 for _ in range(settings.new_without_cache):
-                    next_answer = _fresh(probe.ask(text, 1))
+                    # The tokens after the first are further samples of decode.
+                    next_answer = _fresh(probe.ask(text, settings.new))
                     seconds.append(next_answer.prefill)
-                    text += next_answer.token_ids
+                    decode.append(next_answer.per_token)
+                    text.append(next_answer.token_ids[0])
+                series["decode"] += [(length + settings.new / 2, each) for each in decode]
                 mean_context = length + (settings.new_without_cache - 1) / 2
                 series["no_cache"].append((mean_context, math.fsum(seconds) / len(seconds)))
                 pairs = zip(text[length:], answer.token_ids, strict=False)
@@ -226,11 +236,12 @@ class _Study:
         config = _make_artifact(self._build / "source", str(recipe), (), self._say)
         with self._serving("source", settings.chunk, rows=_SOURCE_ROWS) as (_, probe):
             lengths = self._warm_up(probe, config.source_context, _SOURCE_PADDING)
-            for length in self._passes("encoder, cross_attention", lengths):
+            for length in self._passes("encoder, cross_attention", 2 * lengths):
                 self._settle(probe, length)
                 source = self._draw(length)
                 series["encoder"].append((length, _fresh(probe.ask(source, 1)).prefill))
-                series["cross_attention"].append((length, probe.ask(source, settings.new).per_token))
+                for _ in range(_SAMPLES_OF_A_SOURCE):
+                    series["cross_attention"].append((length, probe.ask(source, settings.new).per_token))
 
     def _with_encoder(self) -> dict[str, Any]:
         """An encoder-decoder of the same sizes: long sources, short outputs."""

@@ -214,17 +214,19 @@ def test_a_study_of_tiny_models_asks_every_question(tmp_path: Path, monkeypatch:
         if series == "locust":
             assert (len(samples), len(lengths)) == (60, 6)
         elif not series.startswith(("memory", "kv")):
-            assert len(samples) == 2 * len(lengths) == 12, series
+            # Short prompts, here all, and sources have two turns in each of two repeats; some turns give three samples.
+            turns = {"decode": 16, "cross_attention": 12, "prefill": 4, "no_cache": 4, "encoder": 4}.get(series, 2)
+            assert (len(samples), len(lengths)) == (turns * 6, 6), series
             # Every repeat has every length.
-            assert {length for length, _ in samples[:6]} == lengths
+            assert {length for length, _ in samples[: len(samples) // 2]} == lengths
     assert [length for length, _ in found.series["gru"]] != [length for length, _ in found.series["prefill"]]
     assert {length for length, _ in found.series["gru"]} == {length for length, _ in found.series["prefill"]}
     shifts = {name: min(found.series[name])[0] - min(found.series["prefill"])[0] for name in ("decode", "no_cache")}
     assert shifts == {"decode": 3.0, "no_cache": 1.0}
     # Greedy tokens are the same however they are computed, ties in a random model aside.
     same, asked = found.facts["same_tokens_without_cache"]
-    assert asked == 36
-    assert same >= 32
+    assert asked == 72
+    assert same >= 64
     config = tiny_config("decoder-only", context=512)
     page = 4096 // (4 * config.head_dim) * config.kv_bytes_per_token
     assert [length for length, _ in found.series["kv"]] == [510]
