@@ -185,6 +185,41 @@ def test_the_band_holds_the_curve_and_the_same_seed_gives_the_same_bootstrap() -
     assert (again.bootstrap.coefficients == found.bootstrap.coefficients).all()
 
 
+LONG = tuple(4 * length for length in LENGTHS)
+KNEE = (2048.0,)
+REGIMES = Curve((1.3e-4, 36e-9, 12e-9), KNEE)
+"""Steps that read weights and K/V from a cache up to the knee."""
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_line_by_regimes_is_found_and_a_single_line_bends_away_from_it(seed: int) -> None:
+    samples = noisy(REGIMES, seed, lengths=LONG, noise=0.02)
+    found = examine(samples, 1, draws=200, judged=50, seed=seed, tolerance=0.2, knees=KNEE)
+    assert found.holds
+    assert found.refused.mean() <= 0.1
+    assert found.curve.coefficients == pytest.approx(REGIMES.coefficients, rel=0.2)
+    # The mean slope up to the longest length, and where its part equals the constant.
+    assert found.coefficients[1] == pytest.approx((36e-9 * 2048 + 12e-9 * (LONG[-1] - 2048)) / LONG[-1], rel=0.1)
+    assert found.crossover == pytest.approx(1.3e-4 / found.coefficients[1], rel=0.1)
+    line = examine(samples, 1, draws=50, seed=seed)
+    assert line.extrapolation_error > 0.1 > found.extrapolation_error
+    assert line.bic[1] - found.bic[1] > fit.DECISIVE_BIC
+
+
+def test_a_square_beside_regimes_is_seen_and_draws_are_judged_like_the_samples() -> None:
+    square = Curve((*REGIMES.coefficients, 4e-4 / LONG[-1] ** 2), KNEE)
+    found = examine(noisy(square, 0, lengths=LONG), 1, draws=50, judged=50, tolerance=0.2, knees=KNEE)
+    assert any(objection.startswith("BIC prefers quadratic to linear by") for objection in found.objections)
+    assert found.refused.all()
+    single = examine(noisy(square, 0, lengths=LONG), 1, draws=50, tolerance=0.2)
+    assert not any("BIC prefers quadratic" in objection for objection in single.objections)
+
+
+def test_the_median_is_steady_where_a_machine_has_two_speeds() -> None:
+    fast, slow = (fit.medians_of([(64.0, 1e-4)] * count + [(64.0, 2e-4)] * (15 - count)).seconds[0] for count in (8, 7))
+    assert fast == pytest.approx(slow, rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("samples", "degree", "said"),
     [

@@ -21,6 +21,7 @@ import pytest
 from loadtest import machine
 from loadtest.document import to_page
 from loadtest.scaling import command, fit, judge, operations, report, study
+from loadtest.scaling.claims import CACHE_TOLERANCE
 from loadtest.scaling.evidence import Evidence
 from loadtest.scaling.fit import Curve
 from loadtest.scaling.judge import drift, synthetic
@@ -148,6 +149,80 @@ def test_a_claim_that_fails_ends_with_status_1_and_is_named(run: Run, series: st
     for name in ("gru", "gru_whole"):
         assert results["controls"][f"{name}_rejects_quadratic"] is (series != name)
     assert any(objection.startswith(said) for objection in results["objections"])
+
+
+SCATTER = Curve((3e-4, 5e-8))
+
+
+@pytest.mark.parametrize(
+    ("others", "is_refused", "status"),
+    [(0.04, True, 1), (0.1, False, 0), (0.1, True, 3), (0.3, False, 3)],
+)
+def test_a_busy_machine_makes_a_run_inconclusive(
+    run: Run, monkeypatch: pytest.MonkeyPatch, others: float, is_refused: bool, status: int
+) -> None:
+    monkeypatch.setattr(machine, "watch_others", lambda: lambda: others)
+    written: list[Path] = []
+    monkeypatch.setattr(report, "write_document", lambda _, folder: written.append(folder))
+    ended, results, said = run(found(decode=SQUARE) if is_refused else found(), "--docs")
+    assert ended == status
+    assert results["law_holds"] is {0: True, 1: False, 3: None}[status]
+    assert bool(written) is (status == 0)
+    assert (f"inconclusive: other processes took {others:.0%} of the machine" in said) is (status == 3)
+
+
+def test_a_verdict_that_its_resamples_do_not_have_is_inconclusive(run: Run) -> None:
+    samples = found()
+    # Two samples in five took 2.5 times as long: any draw of fifteen may have more or fewer.
+    samples.series["decode"] = [
+        (length, seconds * (2.5 if index % 5 < 2 else 1.0))
+        for index, (length, seconds) in enumerate(synthetic(SCATTER.at, LENGTHS, 15, 0))
+    ]
+    status, results, said = run(samples)
+    assert status == 3
+    assert results["agreement"] < judge.STABLE
+    assert "inconclusive: only" in said
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("rival", ["linearithmic", "three_halves", "quadratic", "square"])
+def test_no_rival_passes_as_a_cached_token(rival: str, seed: int) -> None:
+    lengths = study.geometric(64, 16288, 32, 16)
+    truth = judge.cached_rivals(Curve((1.3e-4, 2e-8)), lengths[-1])[rival]
+    assert float(truth(lengths[-1])) == pytest.approx(1.3e-4 + 2e-8 * lengths[-1])
+    samples = synthetic(truth, lengths, 15, seed)
+    assert not fit.examine(samples, 1, draws=50, seed=seed, tolerance=CACHE_TOLERANCE, knees=[2048.0]).holds
+
+
+@pytest.mark.parametrize(
+    ("caches", "knees"),
+    [
+        # 2 KiB of keys and values per token, and lengths from 64 to 5,536.
+        ([32 << 10, 1 << 20, 32 << 20], [512.0]),
+        ([256 << 10, 4 << 20], [128.0, 2048.0]),
+        # Two lengths are no regime.
+        ([128 << 10, 192 << 10, 6 << 20, 8 << 20], []),
+        ([], []),
+    ],
+)
+def test_knees_are_where_keys_and_values_fill_a_cache(caches: list[int], knees: list[float]) -> None:
+    samples = found()
+    samples.facts["caches"] = caches
+    assert judge.knees_of(samples, "decode") == knees
+
+
+def test_the_system_reports_the_caches_of_a_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = (("1", "Data", "32K"), ("1", "Instruction", "64K"), ("3", "Unified", "32768K"), ("2", "Unified", "1024K"))
+    for index, values in enumerate(kinds):
+        folder = tmp_path / f"index{index}"
+        folder.mkdir()
+        for name, value in zip(("level", "type", "size"), values, strict=True):
+            (folder / name).write_text(f"{value}\n")
+    (tmp_path / "index9").mkdir()
+    monkeypatch.setattr(machine, "_CACHES", str(tmp_path))
+    assert machine.caches() == [32 << 10, 1 << 20, 32 << 20]
+    monkeypatch.setattr(machine, "_CACHES", str(tmp_path / "nowhere"))
+    assert machine.caches() == []
 
 
 def test_a_quick_run_decides_nothing(run: Run) -> None:
