@@ -36,6 +36,8 @@ Samples: TypeAlias = Sequence[tuple[float, float]]
 """Pairs of length and seconds, in the order of measurement."""
 
 Array: TypeAlias = npt.NDArray[np.float64]
+Law: TypeAlias = Callable[[Array], Array]
+"""Growth with the length, but for a factor."""
 
 CONFIDENCE = 0.95
 DECISIVE_BIC = 10.0
@@ -52,7 +54,7 @@ MAX_DEGREE = 3
 
 _ENDS = (round((1.0 - CONFIDENCE) / 2.0, 9), round((1.0 + CONFIDENCE) / 2.0, 9))
 _NAMES = ("constant", "linear", "quadratic", "cubic")
-_RIVALS: Mapping[str, Callable[[Array], Array]] = {"n ln n": lambda n: n * np.log(n), "n^1.5": lambda n: n**1.5}
+_RIVALS: Mapping[str, Law] = {"n ln n": lambda n: n * np.log(n), "n^1.5": lambda n: n**1.5}
 """Growth that a line by regimes could be mistaken for; a claim by regimes is compared with each, plus a constant."""
 # Relative deviations below a millionth are rounding errors.
 _LEAST_VARIANCE = 1e-12
@@ -100,9 +102,8 @@ class Curve:
 
     def term_at(self, degree: int, lengths: npt.ArrayLike) -> Array:
         """Seconds of the terms of one degree at each length."""
-        is_of_degree = _powers(self.degree, self.knees) == degree
-        seconds: Array = _terms(lengths, self.degree, self.knees) @ (np.array(self.coefficients) * is_of_degree)
-        return seconds
+        kept = np.where(_powers(self.degree, self.knees) == degree, self.coefficients, 0.0)
+        return Curve(tuple(kept.tolist()), self.knees).at(lengths)
 
     def local_slope_at(self, lengths: npt.ArrayLike) -> Array:
         """The local exponent d ln(seconds) / d ln(length): 1 where time is linear, 2 where it is quadratic."""
@@ -308,9 +309,7 @@ def interval(values: Array) -> Interval:
     return Interval(float(low), float(high))
 
 
-def _figures(
-    medians: Medians, degree: int, knees: tuple[float, ...], rivals: Mapping[str, Callable[[Array], Array]]
-) -> Figures:
+def _figures(medians: Medians, degree: int, knees: tuple[float, ...], rivals: Mapping[str, Law]) -> Figures:
     lengths, longest = medians.lengths, medians.lengths[-1]
     curves = [fit(medians, each, knees) for each in range(MAX_DEGREE + 1)]
     curve, above = curves[degree], curves[degree + 1]
@@ -361,7 +360,7 @@ def _objections(found: Figures, length: float, leading: Interval, tolerance: flo
 
 
 def _terms(lengths: npt.ArrayLike, degree: int, knees: tuple[float, ...]) -> Array:
-    """The terms of a polynomial with coefficients of one, `[..., terms]`; knees divide the linear one."""
+    """The terms of a polynomial without their coefficients, `[..., terms]`; knees divide the linear one."""
     n = np.asarray(lengths, float)
     pieces = [np.clip(n, low, high) - low for low, high in pairwise((0.0, *knees, np.inf))] if degree else []
     return np.stack([np.ones_like(n), *pieces, *(n**power for power in range(2, degree + 1))], axis=-1)

@@ -191,7 +191,10 @@ def test_no_rival_passes_as_a_cached_token(rival: str, seed: int) -> None:
     truth = judge.cached_rivals(Curve((1.3e-4, 2e-8)), lengths[-1])[rival]
     assert float(truth(lengths[-1])) == pytest.approx(1.3e-4 + 2e-8 * lengths[-1])
     samples = synthetic(truth, lengths, 15, seed)
-    assert not fit.examine(samples, 1, draws=50, seed=seed, tolerance=CACHE_TOLERANCE, knees=[2048.0]).holds
+    found = fit.examine(samples, 1, draws=50, seed=seed, tolerance=CACHE_TOLERANCE, knees=[2048.0])
+    assert not found.holds
+    # Two slopes come within a quarter of n ln n everywhere.
+    assert rival != "linearithmic" or any("BIC prefers n ln n to linear by" in each for each in found.objections)
 
 
 @pytest.mark.parametrize(
