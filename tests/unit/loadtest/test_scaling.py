@@ -8,9 +8,6 @@ import itertools
 import json
 import random
 import re
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -212,20 +209,6 @@ def test_knees_are_where_keys_and_values_fill_a_cache(caches: list[int], knees: 
     samples = found()
     samples.facts["caches"] = caches
     assert judge.knees_of(samples, "decode") == knees
-
-
-def test_the_system_reports_the_caches_of_a_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds = (("1", "Data", "32K"), ("1", "Instruction", "64K"), ("3", "Unified", "32768K"), ("2", "Unified", "1024K"))
-    for index, values in enumerate(kinds):
-        folder = tmp_path / f"index{index}"
-        folder.mkdir()
-        for name, value in zip(("level", "type", "size"), values, strict=True):
-            (folder / name).write_text(f"{value}\n")
-    (tmp_path / "index9").mkdir()
-    monkeypatch.setattr(machine, "_CACHES", str(tmp_path))
-    assert machine.caches() == [32 << 10, 1 << 20, 32 << 20]
-    monkeypatch.setattr(machine, "_CACHES", str(tmp_path / "nowhere"))
-    assert machine.caches() == []
 
 
 def test_a_quick_run_decides_nothing(run: Run) -> None:
@@ -593,17 +576,6 @@ def test_the_document_shows_the_figures_and_its_pictures(results: dict[str, Any]
     assert "Other processes took 1.0% of the machine. " in text
     busy = changed(results, {"facts.others_share": 0.3})
     assert "took 30.0% of the machine: **these figures are doubtful**." in report.conditions(busy)
-
-
-def test_our_own_load_and_that_of_our_children_is_not_that_of_others() -> None:
-    others = machine.watch_others()
-    began = time.process_time()
-    subprocess.run([sys.executable, "-c", "sum(range(10**7))"], check=True)
-    while time.process_time() - began < 0.3:
-        pass
-    share = others()
-    assert share is not None
-    assert 0.0 <= share <= 1.0
 
 
 @pytest.mark.parametrize("truth", [LINE, Curve((1e-3, 0.0, 1e-8)), CONSTANT])
