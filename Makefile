@@ -115,8 +115,8 @@ client-check: ## install the client's dependencies alone, import it, and call no
 	$(CLIENT)/bin/python $(PIP_INSTALL) ./onward
 	cd $(CLIENT) && bin/python $(CURDIR)/tests/client_install.py
 
-node-client: ## install what docs/clients/node needs, and schemas that no other registry has, as their lock files say
-	npm ci --prefix docs/clients/node --ignore-scripts --no-audit --no-fund
+node-client: ## install what examples/clients/node needs, and schemas that no other registry has, as their lock files say
+	npm ci --prefix examples/clients/node --ignore-scripts --no-audit --no-fund
 	npm ci --prefix tests/kubernetes --ignore-scripts --no-audit --no-fund
 
 clean: ## remove what was built, but not the environment

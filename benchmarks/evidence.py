@@ -29,9 +29,10 @@ from benchmarks.frame.scenario import DOCS
 from benchmarks.frame.statistics import bootstrap
 from benchmarks.frame.tables import replace, table, times
 from loadtest import provenance
+from loadtest.document import DATA
 from loadtest.machine import describe, watch_others
 
-README = Path("README.md")
+README, FOLDER = Path("README.md"), DOCS / DATA
 BEGIN, END = "<!-- evidence -->", "<!-- /evidence -->"
 BUSY = 0.05
 """If other processes take more than this share of the machine, nothing is measured, or what was is no evidence."""
@@ -45,7 +46,7 @@ class Table:
     """One run.
 
     Args:
-        name: of its data, `docs/results/NAME.json`.
+        name: of its data, `docs/results/data/NAME.json`.
         command: after `python -m`; with `--docs` it writes its data itself, others print them on their last line.
         minutes: about so many.
     """
@@ -243,13 +244,15 @@ def main(arguments: Sequence[str]) -> int:
     if unknown := set(options.names) - {each.name for each in TABLES}:
         parser.error(f"there is no table {', '.join(sorted(unknown))}")
     if options.write:
-        README.write_text(written(README.read_text(encoding="utf-8"), DOCS), encoding="utf-8")
+        README.write_text(written(README.read_text(encoding="utf-8"), FOLDER), encoding="utf-8")
         return 0
     if options.check:
         text = README.read_text(encoding="utf-8")
-        return _complain([] if written(text, DOCS) == text else [f"{README} has other figures than {DOCS}: --write"])
+        return _complain(
+            [] if written(text, FOLDER) == text else [f"{README} has other figures than {FOLDER}: --write"]
+        )
     wanted = [each for each in TABLES if not options.names or each.name in options.names]
-    states = {each: state(each, DOCS) for each in wanted}
+    states = {each: state(each, FOLDER) for each in wanted}
     if options.list or options.fresh:
         for each, said in states.items():
             print(f"{each.name:20} {said or 'of this code'}")
@@ -291,7 +294,7 @@ def written(readme: str, folder: Path) -> str:
         if (results := read(claim.table, folder)) is not None:
             command = results["command"].replace(" --docs", "")
             where = f"`{results['commit']}`, {results['date']}"
-            rows.append((claim.what, f"[{claim.figure(results)}]({DOCS}/{claim.table}.json)", f"`{command}`", where))
+            rows.append((claim.what, f"[{claim.figure(results)}]({FOLDER}/{claim.table}.json)", f"`{command}`", where))
     return replace(readme, BEGIN, END, "\n".join(table("what|figure (95 % interval)|command|at", rows, text_columns=4)))
 
 
@@ -322,11 +325,11 @@ def _run(each: Table) -> bool:
     code, others = provenance.here(), watch_others()
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     busy = others()
-    path = DOCS / f"{each.name}.json"
+    path = FOLDER / f"{each.name}.json"
     if "--docs" not in each.command and done.returncode == 0:
         facts = {"command": f"python -m {each.command}", **code, "machine": describe(), "others_share": busy}
         path.write_text(json.dumps(facts | json.loads(done.stdout.splitlines()[-1]), indent=1) + "\n", encoding="utf-8")
-    results = read(each.name, DOCS)
+    results = read(each.name, FOLDER)
     # A promise that does not hold is a figure, too: the command ends with 1 and has written it.
     if results is None or results["commit"] != code["commit"]:
         return False

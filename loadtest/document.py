@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+DATA = "data"
+"""Folder of pictures and data, beside a document."""
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
 h1 { line-height: 1.2; } h2 { margin-top: 2.5rem; }
@@ -73,9 +75,10 @@ Block: TypeAlias = Heading | Text | Items | Table | Drawing
 
 
 def write_markdown(blocks: Sequence[Block], path: Path) -> Path:
-    """Writes the document and its drawings; returns the document's path."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_drawings(blocks, path.parent)
+    """Writes the document, and its drawings under `data`; returns the document's path."""
+    folder = path.parent / DATA
+    folder.mkdir(parents=True, exist_ok=True)
+    write_drawings(blocks, folder)
     path.write_text("\n\n".join(text for block in blocks if (text := _markdown(block))) + "\n", encoding="utf-8")
     return path
 
@@ -111,7 +114,7 @@ def _markdown(block: Block) -> str:
             rules = ["---", *["---:"] * (len(heading) - 1)]
             return "\n".join("| " + " | ".join(row) + " |" for row in (heading, rules, *rows))
         case Drawing():
-            return f"![{block.title}]({block.name}.svg)\n\n{block.caption}"
+            return f"![{block.title}]({DATA}/{block.name}.svg)\n\n{block.caption}"
 
 
 def _html(block: Block) -> str:

@@ -4,7 +4,7 @@
     locust -f loadtest/locustfile.py --host 127.0.0.1:8001 --headless -u 8 --num-prompts 200
     locust -f loadtest/locustfile.py --host 127.0.0.1:8001 --headless --arrivals poisson --rate 4 -t 60s --processes 2
 
-`docs/loadtest.md` explains the options and the figures.
+`docs/operate/loadtest.md` explains the options and the figures.
 """
 
 from __future__ import annotations

@@ -98,8 +98,8 @@ def prometheus(pytestconfig: pytest.Config) -> str:
 
 @pytest.fixture(scope="session")
 def node(pytestconfig: pytest.Config) -> str:
-    """Where Node is, once the packages of docs/clients/node are there too."""
-    return _node("docs/clients/node", pytestconfig)
+    """Where Node is, once the packages of examples/clients/node are there too."""
+    return _node("examples/clients/node", pytestconfig)
 
 
 @pytest.fixture(scope="session")

@@ -27,6 +27,7 @@ from benchmarks.frame.errors import ArgumentError
 from benchmarks.frame.journal import Journal
 from benchmarks.frame.models import Subject
 from loadtest import provenance
+from loadtest.document import DATA
 from loadtest.machine import describe, watch_others
 
 BUILD = Path("build/bench")
@@ -183,17 +184,17 @@ class Scenario(Generic[_Settings]):
         return int(self.must_hold and not results["passed"])
 
     def write(self, results: Results, folder: Path, name: str = "") -> None:
-        """Writes document, data and picture, side by side; `name` is their files', by default the scenario's."""
-        name = name or self.name
-        folder.mkdir(parents=True, exist_ok=True)
+        """Writes the document, and data and picture under `data`; `name` is their files', by default the scenario's."""
+        name, data_folder = name or self.name, folder / DATA
+        data_folder.mkdir(parents=True, exist_ok=True)
         kept = {key: value for key, value in results.items() if key not in self.picture_only}
         data = json.dumps(kept, indent=1, allow_nan=False) + "\n"
-        (folder / f"{name}.json").write_text(data, encoding="utf-8")
+        (data_folder / f"{name}.json").write_text(data, encoding="utf-8")
         if self.draw is not None:
-            (folder / f"{name}.svg").write_text(self.draw(results), encoding="utf-8")
+            (data_folder / f"{name}.svg").write_text(self.draw(results), encoding="utf-8")
         if self.render is not None:
             trial = "**A quick run, to see that it works: its figures say nothing.**\n\n" * results["is_quick"]
-            picture = f"![{self.caption}]({name}.svg)\n\n" if self.draw is not None else ""
+            picture = f"![{self.caption}]({DATA}/{name}.svg)\n\n" if self.draw is not None else ""
             document = f"{self.render(results).rstrip()}\n\n{picture}{trial}{tables.measured(results)}\n"
             (folder / f"{name}.md").write_text(document, encoding="utf-8")
 

@@ -1,6 +1,6 @@
 """Seconds of one step of a decoder graph: artifacts side by side, by our kernels and by standard operators.
 
-`kernels` computes the project's own operators by its kernels (docs/kernels.md), `standard` by the standard operators
+`kernels` computes the project's own operators by its kernels (docs/learn/kernels.md), `standard` by standard operators
 in their bodies, `plain` likewise without ONNX Runtime's flash attention. Figures are medians of interleaved rounds in
 milliseconds: with one thread the thread's CPU time, which a busy machine disturbs least, with more the wall clock.
 Decoder-only artifacts; K/V is random. `--profile` adds milliseconds by operator, from ONNX Runtime's profiler in runs

@@ -4,7 +4,7 @@
     python -m deploy.grafana.dashboard --check    exits with 1 if that file is out of date
 
 The file is committed, as Grafana reads files; `python -m benchmarks run dashboard` draws it without Grafana. Knows the
-names of the metrics (docs/metrics.md) and nothing else of the server.
+names of the metrics (docs/serve/metrics.md) and nothing else of the server.
 """
 
 from __future__ import annotations

@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from loadtest import machine, provenance
+from loadtest.document import DATA
 from loadtest.scaling import report, study
 from loadtest.scaling.judge import STABLE, drift, judge
 from loadtest.scaling.study import Found, StudySettings
@@ -187,7 +188,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--quick", action="store_true", help="a small model and few samples, as a smoke test")
     add("--samples", type=Path, metavar="FILE", help="judge the samples of an earlier run again, measure nothing")
     add("--docs", action="store_true", help=f"write the report into {DOCS}/, as the new baseline")
-    add("--baseline", type=Path, default=DOCS / report.RESULTS, metavar="FILE", help="results to compare with")
+    add("--baseline", type=Path, default=DOCS / DATA / report.RESULTS, metavar="FILE", help="results to compare with")
     add("--capacity", type=Path, metavar="FILE", help="results of a capacity sweep to show in the report")
     return parser
 

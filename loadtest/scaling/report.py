@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from loadtest import capacity_report
-from loadtest.document import Block, Drawing, Heading, Items, Table, Text, to_page, write_drawings, write_markdown
+from loadtest.document import DATA, Block, Drawing, Heading, Items, Table, Text, to_page, write_drawings, write_markdown
 from loadtest.scaling import fit
 from loadtest.scaling.claims import CACHE_TOLERANCE, CLAIMS, ENOUGH_REACH, WITNESSES
 from loadtest.scaling.evidence import Evidence, Results
@@ -89,9 +89,9 @@ def write(results: Results, folder: Path) -> Path:
 
 
 def write_document(results: Results, folder: Path) -> Path:
-    """Writes the document, its pictures and the results into a folder; returns the document's path."""
+    """Writes the document, and its pictures and the results under `data`; returns the document's path."""
     document = write_markdown(blocks(results), folder / DOCUMENT)
-    (folder / RESULTS).write_text(dump(results), encoding="utf-8")
+    (folder / DATA / RESULTS).write_text(dump(results), encoding="utf-8")
     return document
 
 
@@ -219,8 +219,8 @@ def conditions(results: Results) -> str:
     return (
         f"{settings['num_lengths']} lengths a series, {settings['repeats']} samples of each, {settings['threads']} "
         f"threads, chunks of {settings['chunk']} tokens; {results['seconds']:.0f} s in all. {settled}{measured}. "
-        f"{others}. `make scaling` measures again; every raw sample is in `{RESULTS}` under `series`, as pairs of a "
-        f"length and seconds (memory: bytes), and `python -m loadtest scaling --samples {RESULTS}` judges them again."
+        f"{others}. `make scaling` measures again; every raw sample is in `{DATA}/{RESULTS}` under `series`, as pairs "
+        f"of a length and seconds (memory: bytes); `python -m loadtest scaling --samples {RESULTS}` judges them again."
     )
 
 

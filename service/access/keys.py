@@ -4,7 +4,7 @@
     sha256 = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"
     permissions = ["generate"]
 
-The other fields of a table are `ApiKey`'s limits; docs/keys.md describes each to operators.
+The other fields of a table are `ApiKey`'s limits; docs/serve/keys.md describes each to operators.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ alone (batch invariance); only how many rows share a run depends on the batch.
 Rows go by priority, then by tenants' shares (`queueing.tenants`), then by due time (`queueing.waiting`). Every sequence
 in a slot advances in every step, but prompts of several tenants take turns. What the head of the queue needs is
 reserved for it; if less urgent requests hold it, they are preempted, and resume bit for bit. Ended requests lose their
-slots before the next step is planned. Every accepted request gets exactly one terminal event. docs/engine.md has the
-promises in full; a state machine in the tests checks them.
+slots before the next step is planned. Every accepted request gets exactly one terminal event. docs/serve/engine.md has
+the promises in full; a state machine in the tests checks them.
 
 Runs on the engine thread alone. Knows no tensors, no clock (callers pass the time) and no transport.
 """

@@ -116,7 +116,7 @@ def prove(model: ServedModel, engine: StepEngine) -> Parity:
     """Replays a model's golden cases on its idle engine; on the CPU, checks batch invariance, too."""
     tolerance = tolerance_of(model.manifest.precision, model.manifest.kv_cache.precision)
     cases = tuple(engine.verify_golden(model.golden_cases, tolerance))
-    # On CUDA batch invariance is not promised (docs/gpu.md).
+    # On CUDA batch invariance is not promised (docs/operate/gpu.md).
     is_promised = model.manifest.device is BuiltFor.CPU
     return Parity(cases, engine.check_batch_invariance(model.golden_cases) if is_promised else None)
 

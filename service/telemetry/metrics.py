@@ -1,4 +1,4 @@
-"""Every metric of the server: name, meaning, unit, buckets. `docs/metrics.md` lists them.
+"""Every metric of the server: name, meaning, unit, buckets. `docs/serve/metrics.md` lists them.
 
 Names are vLLM's suffixes under the prefix `onward_`. Label values are bounded: served models, finish reasons and error
 labels, our own methods, gRPC codes, objectives, terms of the cost model.

@@ -1,4 +1,4 @@
-"""`docs/metrics.md` lists what the server exposes: every metric with its type, labels and meaning, every alert."""
+"""`docs/serve/metrics.md` lists what the server exposes: each metric with its type, labels and meaning, each alert."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from service.telemetry.metrics import Metrics, Objectives
 from service.telemetry.vllm_names import VllmNames
 from tests.environment import ROOT
 
-DOCUMENT = ROOT / "docs" / "metrics.md"
+DOCUMENT = ROOT / "docs" / "serve" / "metrics.md"
 UNITS = {"seconds": "s", "bytes": "bytes", "ratio": "0 to 1", "tokens": "tokens"}
 # What is not the same samples under another name.
 DERIVED = {

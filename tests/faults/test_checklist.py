@@ -1,4 +1,4 @@
-"""The rows of docs/reliability.md that have no test elsewhere under their name: an input or a fault, and its status.
+"""The rows of docs/operate/reliability.md without a test elsewhere under their name: input or fault, and status.
 
 Rows on garbage, dying clients, signals, the queue, soaks and processes are in the files beside this one.
 """

@@ -1,6 +1,6 @@
 """The server on a real Ray Serve: what a caller gets is what a server by itself would have told, but for a few cases.
 
-The cases are those of docs/scaling-out.md. Needs `make ray` once, which also runs this; skipped without it.
+The cases are those of docs/operate/scaling-out.md. Needs `make ray` once, which also runs this; skipped without it.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ def test_explain_graph_answers_the_same_once_its_weights_are_truncated(tmp_path:
 
 
 def test_folder_that_is_renamed_over_the_one_in_use_changes_nothing_until_it_is_reloaded(tmp_path: Path) -> None:
-    """As `docs/models.md` says to replace a model, which is as the exporter does it."""
+    """As `docs/serve/models.md` says to replace a model, which is as the exporter does it."""
     models = tmp_path / "models"
     models.mkdir()
     shutil.copytree(tiny_artifact(DECODER), models / DECODER)

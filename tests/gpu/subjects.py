@@ -38,7 +38,7 @@ def configs() -> dict[str, ModelConfig]:
         num_encoder_layers=1, num_kv_heads=2, positions=Positions.SINUSOIDAL, norm=Norm.LAYER,
         activation=Activation.RELU,
     )  # fmt: skip
-    recipe = str(ROOT / "docs" / "recipes" / "en-de-gpu.toml")
+    recipe = str(ROOT / "examples" / "recipes" / "en-de-gpu.toml")
     return {
         "tiny": tiny,
         "tiny-encoder-decoder": encoder_decoder,

@@ -1,4 +1,4 @@
-"""What docs/clients.md shows: its Python runs against a server, its grpcurl and its Go are held to the contract."""
+"""What docs/serve/clients.md shows: its Python runs on a server, its grpcurl and its Go are held to the contract."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.fakes import BOS, EOS, expected_tokens, spell
 from tests.identities import HOST, Identities
 from tests.servers import letter_tokenizer, running, served_model
 
-PAGE = (ROOT / "docs" / "clients.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "serve" / "clients.md").read_text(encoding="utf-8")
 IN_THE_CLEAR, OVER_TLS = "127.0.0.1:8001", "onward.example:8443"
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 GRPCURL = [line for block in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
@@ -138,7 +138,7 @@ async def test_grpcurl_names_methods_and_requests_of_the_contract() -> None:
     assert shown == methods_of_generation()
 
 
-GO = (ROOT / "docs" / "clients" / "go" / "main.go").read_text(encoding="utf-8")
+GO = (ROOT / "examples" / "clients" / "go" / "main.go").read_text(encoding="utf-8")
 
 
 def go_names(*messages: Any) -> set[str]:
@@ -191,7 +191,7 @@ async def test_stubs_for_go_land_where_the_program_looks_for_them(tmp_path: Path
         str(ROOT / "proto" / word.removeprefix("../../../proto")[1:]) if "../" in word else word
         for word in shown.split()[1:]
     ]
-    words[words.index("buf.gen.yaml")] = str(ROOT / "docs" / "clients" / "go" / "buf.gen.yaml")
+    words[words.index("buf.gen.yaml")] = str(ROOT / "examples" / "clients" / "go" / "buf.gen.yaml")
     made = await asyncio.create_subprocess_exec(
         Path(sys.executable).with_name("buf"),
         *words,
@@ -209,6 +209,5 @@ async def test_stubs_for_go_land_where_the_program_looks_for_them(tmp_path: Path
 
 
 async def test_commands_for_node_and_go_are_files_that_are_there() -> None:
-    for path in re.findall(r"docs/clients/[\w/.]+", PAGE) + re.findall(r"\]\((clients/[\w/.]+)\)", PAGE):
-        shown = ROOT / (path if path.startswith("docs/") else f"docs/{path}")
-        assert shown.exists(), path
+    for path in re.findall(r"examples/clients/[\w/.]+", PAGE):
+        assert (ROOT / path).exists(), path

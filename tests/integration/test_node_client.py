@@ -1,4 +1,4 @@
-"""The Node client of docs/clients/node against real servers: run as its page says, and judged by what it prints."""
+"""The Node client of examples/clients/node against real servers: run as its page says, and judged by what it prints."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.identities import HOST, Identities
 from tests.refusing import refusing
 from tests.servers import MODEL, PROMPT, SLOTS, Running, running, served_model
 
-PROGRAM = ROOT / "docs" / "clients" / "node" / "ask.mjs"
+PROGRAM = ROOT / "examples" / "clients" / "node" / "ask.mjs"
 LIMIT_SECONDS = 60
 
 

@@ -1,4 +1,4 @@
-"""The recipes of docs/recipes: every command shown is one that there is, and EN→DE runs from catalogs to an answer."""
+"""The recipes of examples/recipes: every command shown exists, and EN→DE runs from catalogs to an answer."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from onward.v1.generation_pb2_grpc import GenerationServiceStub
 from service.config import parse
 from tests.environment import ROOT, run_shown
 
-RECIPES = ROOT / "docs" / "recipes"
-FETCH = "docs/recipes/fetch-libreoffice-help"
+RECIPES = ROOT / "examples" / "recipes"
+FETCH = "examples/recipes/fetch-libreoffice-help"
 CATALOG = ROOT / "tests" / "data" / "libreoffice-help-de.po"
 TIMEOUT_SECONDS = 500
 # 2,000 pairs, a minute fraction of the steps and a model to go with them.
@@ -144,7 +144,7 @@ def test_english_to_german_runs_from_catalogs_to_an_answer_over_grpc(tmp_path):
     help_folder = tmp_path / "build" / "data" / "libreoffice-help" / "de"
     help_folder.mkdir(parents=True)
     (help_folder / CATALOG.name).symlink_to(CATALOG)
-    (tmp_path / "docs").symlink_to(ROOT / "docs")
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
 
     trained = last_line(
         shown_output(" ".join([train, *(f"--set {key}={value}" for key, value in SMALL.items())]), tmp_path)

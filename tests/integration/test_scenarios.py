@@ -68,7 +68,7 @@ def written(scenario: Any, settings: Any, found: dict[str, Any], folder: Path) -
     about |= {"command": "the command", "commit": "abc", "date": "2026-11-26"}
     scenario.write(about | found, folder / "written")
     if scenario.draw is not None:
-        assert "<svg" in (folder / "written" / f"{scenario.name}.svg").read_text(encoding="utf-8")
+        assert "<svg" in (folder / "written" / "data" / f"{scenario.name}.svg").read_text(encoding="utf-8")
     return (folder / "written" / f"{scenario.name}.md").read_text(encoding="utf-8")
 
 

@@ -1,6 +1,6 @@
 """Coordinated omission, drawn from a real run: a server that stalls for a second, measured by two clients.
 
-    python -m tests.load.omission --out docs/results
+    python -m tests.load.omission --out docs/results/data
 
 One client runs an open loop. The other is a closed loop of one user: during the stall it sends nothing, so nearly all
 of its answers are quick. The last line on stdout is the figures as JSON.

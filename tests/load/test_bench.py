@@ -332,7 +332,7 @@ def test_every_request_of_the_capacity_curve_is_accounted_for(
     document = (tmp_path / "out" / "capacity.md").read_text(encoding="utf-8")
     assert f"| 2.5 | {over['offered_rate']:.2f} | {over['offered']} | {over['finished']} |" in document
     assert "of RESOURCE_EXHAUSTED (the queue is full)" in document
-    assert "<svg" in (tmp_path / "out" / "capacity.svg").read_text(encoding="utf-8")
+    assert "<svg" in (tmp_path / "out" / "data" / "capacity.svg").read_text(encoding="utf-8")
 
 
 def test_the_capacity_of_a_folder_of_models_is_that_of_a_server_of_its_own(

@@ -239,7 +239,7 @@ def test_the_table_has_medians_ranges_and_numbers_of_seeds() -> None:
 
 
 def test_the_document_names_files_and_parts_that_are_there() -> None:
-    text = (DOCS / "model.md").read_text(encoding="utf-8")
+    text = (DOCS / "learn" / "model.md").read_text(encoding="utf-8")
     paths = set(re.findall(r"`((?:model|benchmarks|export)/[\w/]+\.py)`", text))
     assert len(paths) >= 10
     for path in sorted(paths):

@@ -138,6 +138,6 @@ def test_processes_with_other_data_are_told_so(measured: tuple[dict[str, Any], P
 
 
 def test_the_documented_command_for_several_machines_is_launched_as_these_processes_were() -> None:
-    document = (ROOT / "docs" / "scaling-out.md").read_text(encoding="utf-8")
+    document = (ROOT / "docs" / "operate" / "scaling-out.md").read_text(encoding="utf-8")
     (flags,) = re.findall(r"^torchrun (.*?) \\\n\s+-m model train ", document, re.MULTILINE)
     assert flags.split() == launch(nodes=2, processes=8, endpoint="first.example:29500")

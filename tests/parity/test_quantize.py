@@ -495,7 +495,7 @@ def test_quality_of_translations_is_scored_on_the_recipes_held_out_pairs() -> No
     settings = quality.QualitySettings(
         checkpoint=folder.parent / "checkpoint",
         artifacts=(folder,),
-        recipe=str(ROOT / "docs" / "recipes" / "en-de.toml"),
+        recipe=str(ROOT / "examples" / "recipes" / "en-de.toml"),
         corpus=str(ROOT / "tests" / "data" / "libreoffice-help-de.po"),
         num_pairs=4,
     )

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
-TABLE = TESTS.parent / "docs" / "reliability.md"
+TABLE = TESTS.parent / "docs" / "operate" / "reliability.md"
 
 
 def test_every_row_has_its_tests() -> None:

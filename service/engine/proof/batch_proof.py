@@ -2,7 +2,7 @@
 
 Bits could depend on the batch where a kernel, or a build of ONNX Runtime for another processor, orders its sums by the
 number of rows. Runs on the runner that serves, over slots or blocks, where batch invariance is promised: on the CPU. On
-CUDA it is not promised (docs/gpu.md).
+CUDA it is not promised (docs/operate/gpu.md).
 
 Knows runners and golden cases' tokens, and no sequences.
 """

@@ -2,8 +2,8 @@
 
 Draft tokens are verified as one chunk; without speculation the same tokens are computed one by one. If the two differed
 in a bit, outputs would depend on how many drafts were accepted. Our own kernels promise that they do not differ
-(docs/kernels.md); most standard operators differ. So two things are required: our kernels compute the graph's products
-and attention, and a test on the runner that serves, on this machine and with these weights, finds no difference.
+(docs/learn/kernels.md); most standard operators differ. So two things are required: our kernels compute the graph's
+products and attention, and a test on the runner that serves, on this machine with these weights, finds no difference.
 
 Knows runners and golden cases' tokens, and no sequences.
 """

@@ -24,7 +24,7 @@ def sheep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(evidence, "TABLES", (Table("sheep", f"json.tool --compact {tmp_path / 'printed.json'}", 1),))
     claims = (Claim("sheep", "sheep", lambda results: str(results["count"])), Claim("cows", "cows", str))
     monkeypatch.setattr(evidence, "CLAIMS", claims)
-    monkeypatch.setattr(evidence, "DOCS", tmp_path)
+    monkeypatch.setattr(evidence, "FOLDER", tmp_path)
     monkeypatch.setattr(evidence, "README", tmp_path / "README.md")
     monkeypatch.setattr(evidence, "_LOOK_SECONDS", 0.0)
     monkeypatch.setattr(evidence, "_busy", lambda: 0.0)
@@ -38,7 +38,7 @@ def sheep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_readmes_figures_are_those_of_the_data() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert evidence.written(text, ROOT / DOCS) == text
+    assert evidence.written(text, ROOT / evidence.FOLDER) == text
 
 
 def test_a_table_is_measured_once_and_its_figure_reaches_the_readme(sheep: Path) -> None:

@@ -107,13 +107,13 @@ def test_results_become_a_line_data_a_document_and_a_picture(
     assert line["command"] == "python -m benchmarks run test_frame 'green hill' --docs"
     assert (line["commit"], line["date"]) == ("abc", "2026-11-26")
     docs = folders / "docs"
-    assert json.loads((docs / "test_frame.json").read_text()) == line
-    assert (docs / "test_frame.svg").read_text() == "<svg>[1.5]</svg>"
+    assert json.loads((docs / "data" / "test_frame.json").read_text()) == line
+    assert (docs / "data" / "test_frame.svg").read_text() == "<svg>[1.5]</svg>"
     assert (
         (docs / "test_frame.md")
         .read_text()
         .startswith(
-            "# 1 sheep of green hill\n\n![All of them](test_frame.svg)\n\n"
+            "# 1 sheep of green hill\n\n![All of them](data/test_frame.svg)\n\n"
             "Measured by `python -m benchmarks run test_frame 'green hill' --docs` at abc on 2026-11-26."
         )
     )

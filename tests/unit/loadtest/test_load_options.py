@@ -191,7 +191,7 @@ def test_a_command_names_its_invalid_options(
 
 
 def test_the_documents_commands_are_commands() -> None:
-    text = (ROOT / "docs" / "loadtest.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "operate" / "loadtest.md").read_text(encoding="utf-8")
     commands = [shlex.split(line) for line in text.splitlines() if line.startswith(("python -m loadtest", "locust "))]
     parsers = {each.__name__.rpartition(".")[2]: each.make_parser() for each in (bench, capacity)}
     parsers["scaling"] = scaling.make_parser()

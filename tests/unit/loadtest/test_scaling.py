@@ -81,7 +81,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
     def run(samples: Found | Callable[..., Found], *arguments: str) -> tuple[int, dict[str, Any], str]:
         monkeypatch.setattr(study, "carry_out", samples if callable(samples) else lambda *_: samples)
-        baseline = str(tmp_path / "docs" / report.RESULTS)
+        baseline = str(tmp_path / "docs" / "data" / report.RESULTS)
         status = command.main(["--threads", "2", "--lengths", "12", "--baseline", baseline, *arguments])
         said = capsys.readouterr()
         return status, json.loads(said.out.splitlines()[-1]), said.err
@@ -326,10 +326,10 @@ def test_drift_ends_with_status_1_until_a_run_for_the_documents_is_the_next_base
     run: Run, results: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def write(made: dict[str, Any], folder: Path) -> None:
-        (folder / report.RESULTS).write_text(report.dump(made))
+        (folder / "data" / report.RESULTS).write_text(report.dump(made))
 
     monkeypatch.setattr(report, "write_document", write)
-    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "data").mkdir(parents=True)
     moved = {"prefill.n_star": 3 * results["prefill"]["n_star"], "machine": machine.describe()}
     write(changed(results, moved), tmp_path / "docs")
     status, printed, said = run(found())
@@ -542,9 +542,9 @@ def test_a_capacity_curve_is_shown_if_given(results: dict[str, Any], tmp_path: P
     assert "Measured by <code>python -m loadtest capacity</code>, 2026-01-02; " in text
     assert "; the client ran on a processor, 2 processors." in text
     document = report.write_document(given, tmp_path).read_text()
-    assert f"]({report.CAPACITY}.svg)" in document
+    assert f"](data/{report.CAPACITY}.svg)" in document
     assert f"| {' | '.join(cells)} |" in document
-    ElementTree.parse(tmp_path / f"{report.CAPACITY}.svg")
+    ElementTree.parse(tmp_path / "data" / f"{report.CAPACITY}.svg")
 
 
 def test_the_controls_list_their_objections(results: dict[str, Any]) -> None:
@@ -571,7 +571,7 @@ def test_the_document_shows_the_figures_and_its_pictures(results: dict[str, Any]
     assert f"{1e9 * prefill['c_low']:.3g}…{1e9 * prefill['c_high']:.3g}" in text
     for picture in re.findall(r"\]\((\S+\.svg)\)", text):
         assert (tmp_path / picture).is_file()
-    assert text.count("](scaling-") == len(report.PICTURES)
+    assert text.count("](data/scaling-") == len(report.PICTURES)
     assert "| refused |" not in text
     assert "Other processes took 1.0% of the machine. " in text
     busy = changed(results, {"facts.others_share": 0.3})

@@ -1,4 +1,4 @@
-"""docs/keys.md has every field of a key, its range and its refusal, and every method's permission, as the code does."""
+"""docs/serve/keys.md has each field of a key, its range and refusal, and each method's permission, as the code does."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ BEYOND: dict[str, tuple[str, str]] = {
     "max_sequences": ("1", "requests"),
     "max_tokens_in_flight": ("1", "requests"),
 }
-PAGE = (ROOT / "docs" / "keys.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "serve" / "keys.md").read_text(encoding="utf-8")
 
 
 def rows(heading: str) -> Iterator[list[str]]:

@@ -291,6 +291,6 @@ def test_outputs_are_taken_to_be_as_long_as_they_may() -> None:
 
 
 def test_the_example_in_the_documents_is_what_it_says() -> None:
-    results = doctest.testfile(str(ROOT / "docs/cost.md"), module_relative=False)
+    results = doctest.testfile(str(ROOT / "docs/serve/cost.md"), module_relative=False)
     assert results.attempted > 10
     assert results.failed == 0

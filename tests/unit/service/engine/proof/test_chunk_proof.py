@@ -80,7 +80,7 @@ def test_proof_costs_as_many_tokens_as_is_written(
     assert alone == num_alone
     assert alone + sum(len(chunk.token_ids) for chunk in chunks) == 200 - longest_chunk + num_tokens
     assert alone + sum(chunk.num_logits for chunk in chunks) == num_logits, "none of what is only to lie in the cache"
-    document = " ".join((ROOT / "docs" / "engine.md").read_text(encoding="utf-8").split())
+    document = " ".join((ROOT / "docs" / "serve" / "engine.md").read_text(encoding="utf-8").split())
     assert f"{num_tokens} tokens with K = {longest_chunk - 1}, {num_alone} of them one by one" in document
 
 
