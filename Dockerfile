@@ -21,7 +21,7 @@ RUN python3 -m venv /build && python3 -m venv --without-pip /opt/onward \
  && /build/bin/pip install --quiet --require-hashes --requirement deploy/container/requirements-build.txt \
  && /build/bin/pip --python /opt/onward/bin/python install --quiet --no-deps --only-binary=:all: --require-hashes \
       --requirement "deploy/container/requirements-${EXTRA}.txt"
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml hatch_build.py README.md LICENSE ./
 COPY onward onward
 COPY model model
 COPY service service

@@ -11,7 +11,7 @@ RAY := build/ray-venv
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test stress-test check kernels .kernels serve bench scenarios evidence scaling faults nightly soak ray gpu-check image release-check wheels proto format serving-check client-check node-client clean
+.PHONY: help demo test stress-test check kernels .kernels serve bench scenarios evidence scaling faults nightly soak ray gpu-check image release-check wheels proto reference format serving-check client-check node-client clean
 
 help: ## list the verbs
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -91,15 +91,20 @@ gpu-check: ## check and measure all that needs CUDA, in the present interpreter 
 image: ## build the container image (EXTRA=gpu for CUDA)
 	docker build --build-arg EXTRA=$(or $(EXTRA),cpu) --build-arg REVISION=$$(git rev-parse --short HEAD) --tag onward:$(or $(EXTRA),cpu) .
 
-release-check: $(STAMP) ## refuse a release whose README shows other figures than the data, or whose data are of older code
+release-check: wheels ## build and install the wheels as a user would; refuse figures that are not the data's, or of older code
+	$(BIN)/python -m tests.release
 	$(BIN)/python -m benchmarks evidence --check
 	$(BIN)/python -m benchmarks evidence --fresh
 
-wheels: $(STAMP) ## build the distributions `onward` and `onward-server` into dist/
+wheels: $(STAMP) .kernels ## build the distributions `onward` and `onward-server` into dist/, for x86-64 with kernels
+	@rm -f dist/*.whl
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist ./onward .
 
-proto: $(STAMP) ## regenerate the wire stubs
+proto: $(STAMP) ## regenerate the wire stubs and their reference
 	$(BIN)/python -m proto.generate
+
+reference: $(STAMP) ## regenerate the reference of flags
+	$(BIN)/python -m tests.reference
 
 format: $(STAMP) ## let ruff fix and format
 	$(BIN)/ruff check --fix .

@@ -2,12 +2,12 @@
 
     python -m benchmarks evidence [NAME …]   measures these tables; default: those missing, or of older code
     python -m benchmarks evidence --list     each table: its commit, its day, how far the code has moved on
-    python -m benchmarks evidence --write    the README's table from the data
-    python -m benchmarks evidence --check    exit status 1 if the README's table is not that of the data
+    python -m benchmarks evidence --write    the tables of README and docs/results/index.md from the data
+    python -m benchmarks evidence --check    exit status 1 if one of them is not that of the data
     python -m benchmarks evidence --fresh    exit status 1 if a table is missing, or of older code
 
 Measuring goes table by table, on committed code and an idle machine. What is done is on the disk, so that the same
-command goes on after a break. Data lie in docs/results.
+command goes on after a break. Data lie in docs/results/data.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from loadtest import provenance
 from loadtest.document import DATA
 from loadtest.machine import describe, watch_others
 
-README, FOLDER = Path("README.md"), DOCS / DATA
+FOLDER = DOCS / DATA
+README, INDEX = Path("README.md"), DOCS / "index.md"
 BEGIN, END = "<!-- evidence -->", "<!-- /evidence -->"
 BUSY = 0.05
 """If other processes take more than this share of the machine, nothing is measured, or what was is no evidence."""
@@ -58,13 +59,18 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A line of the README's table: what is claimed, and how its figure reads from a table's data."""
+    """A line of the results' table: what is claimed, and how its figure reads from a table's data.
+
+    Of those with a rank the README shows the first few that were measured.
+    """
 
     what: str
     table: str
     figure: Callable[[Results], str]
+    rank: int = 0
 
 
+_IN_README = 5
 _QUALITY = "benchmarks run quality build/checkpoints/{0} --docs --name quality-{0}"
 _FAITHFULNESS = "benchmarks run faithfulness build/checkpoints/{0} --docs --name faithfulness-{0}"
 _BENCH = "benchmarks run bench --models {0} --precisions fp32,bf16,int8,int4 --repeats 1 --new 64 --prompts 512,1024"
@@ -205,26 +211,32 @@ CLAIMS = (
         lambda r: f"{r['parity_max_abs_error']:.1e}",
     ),
     Claim("`stdlib` after minutes of training: bits per byte of held-out modules", "demo", _compressed),
-    Claim("`stdlib`: the same over fewer of them, in fewer bits", "quality-stdlib", _kinds(".4f")),
+    Claim("`stdlib`, bits per byte of held-out modules, in fewer bits", "quality-stdlib", _kinds(".4f"), rank=4),
     Claim("`dates`, share of 500 held-out dates exact", "quality-dates", _kinds(".4f")),
     Claim("`dates`: served greedy tokens that are the reference's", "faithfulness-dates", _faithful),
     Claim("`stdlib`: the same", "faithfulness-stdlib", _faithful),
-    Claim("3,000 tokens amid eight streams: their 99th percentile rises by", "interference", _interference),
-    Claim("a shared prefix of 512 tokens: later first tokens, of the first's time", "prefix", _prefix),
+    Claim("3,000 tokens amid eight streams: their 99th percentile rises by", "interference", _interference, rank=8),
+    Claim("a shared prefix of 512 tokens: later first tokens, of the first's time", "prefix", _prefix, rank=5),
     Claim(
         "answers in time at 1.5 times capacity: with admission over without",
         "goodput",
         lambda r: times(r["ratio"], r["ratio_interval"]),
+        rank=3,
     ),
     Claim("two busy models, weights 1 : 1 and 3 : 1: the first one's share of the cores", "core_sharing", _sharing),
-    Claim("host time of an int8 step at batch 8, and its share", "host", _host),
-    Claim("prompt look-up over none, one request: continuing, copying, sampling", "speculation", _speculation),
+    Claim("host time of an int8 step at batch 8, and its share", "host", _host, rank=7),
+    Claim("prompt look-up over none, one request: continuing, copying, sampling", "speculation", _speculation, rank=6),
     Claim("predictions within 20 %: one request at a time, and under load", "prediction", _prediction),
     Claim("what attention costs in a prompt of n tokens", "scaling", _scaling),
     Claim("memory in MB an hour under load with cancels", "soak", _soak),
-    Claim("translation for 32 users over CTranslate2's best batching", "translation", _translation),
+    Claim("translation for 32 users over CTranslate2's best batching", "translation", _translation, rank=2),
     *(
-        Claim(f"`{model}` over the best of five peers in any precision", f"bench-{model}", _bench)
+        Claim(
+            f"`{model}` over the best of five peers in any precision",
+            f"bench-{model}",
+            _bench,
+            rank=int(model == _COMPARED[0]),
+        )
         for model in _COMPARED
     ),
 )
@@ -243,14 +255,14 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     if unknown := set(options.names) - {each.name for each in TABLES}:
         parser.error(f"there is no table {', '.join(sorted(unknown))}")
-    if options.write:
-        README.write_text(written(README.read_text(encoding="utf-8"), FOLDER), encoding="utf-8")
+    if options.write or options.check:
+        texts = {page: page.read_text(encoding="utf-8") for page in (README, INDEX)}
+        stale = {page: new for page, text in texts.items() if (new := written(text, page)) != text}
+        if options.check:
+            return _complain([f"{page} has other figures than {FOLDER}: --write" for page in stale])
+        for page, new in stale.items():
+            page.write_text(new, encoding="utf-8")
         return 0
-    if options.check:
-        text = README.read_text(encoding="utf-8")
-        return _complain(
-            [] if written(text, FOLDER) == text else [f"{README} has other figures than {FOLDER}: --write"]
-        )
     wanted = [each for each in TABLES if not options.names or each.name in options.names]
     states = {each: state(each, FOLDER) for each in wanted}
     if options.list or options.fresh:
@@ -283,19 +295,23 @@ def state(each: Table, folder: Path) -> str:
     return f"{since}, {count} commits of measured code ago" if count else ""
 
 
-def written(readme: str, folder: Path) -> str:
-    """The README with the claims whose tables were measured.
+def written(text: str, page: Path) -> str:
+    """A page, README or index, with its claims whose tables were measured.
 
     Raises:
         ValueError: if it lacks the marks.
     """
+    claims = sorted((each for each in CLAIMS if each.rank), key=lambda each: each.rank) if page == README else CLAIMS
+    link = FOLDER.relative_to(page.parent)
     rows = []
-    for claim in CLAIMS:
-        if (results := read(claim.table, folder)) is not None:
+    for claim in claims:
+        if (results := read(claim.table, FOLDER)) is not None:
             command = results["command"].replace(" --docs", "")
             where = f"`{results['commit']}`, {results['date']}"
-            rows.append((claim.what, f"[{claim.figure(results)}]({FOLDER}/{claim.table}.json)", f"`{command}`", where))
-    return replace(readme, BEGIN, END, "\n".join(table("what|figure (95 % interval)|command|at", rows, text_columns=4)))
+            rows.append((claim.what, f"[{claim.figure(results)}]({link}/{claim.table}.json)", f"`{command}`", where))
+    if page == README:
+        del rows[_IN_README:]
+    return replace(text, BEGIN, END, "\n".join(table("what|figure (95 % interval)|command|at", rows, text_columns=4)))
 
 
 def _measure(wanted: Sequence[Table]) -> int:

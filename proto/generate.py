@@ -1,7 +1,7 @@
-"""Generates the Python stubs of every contract under proto/, or checks the committed ones.
+"""Generates the Python stubs of every contract under proto/ and the API reference, or checks the committed ones.
 
-    python -m proto.generate            write the stubs into `onward`
-    python -m proto.generate --check    write nothing, exit 1 and name every stub that differs
+    python -m proto.generate            write the stubs into `onward`, the reference into `docs/serve/api.md`
+    python -m proto.generate --check    write nothing, exit 1 and name every file that differs
 
 `package onward.v1` becomes `onward.v1`, the Open Inference Protocol `onward.inference`. protoc sees each contract at
 the path of its stubs, so that the generated imports need no rewriting. Needs the `dev` extra.
@@ -15,10 +15,15 @@ import sys
 import tempfile
 from pathlib import Path
 
+from google.protobuf.descriptor_pb2 import FileDescriptorSet
+
+from proto.reference import render
+
 ROOT = Path(__file__).resolve().parent.parent
 PLUGINS = ("python", "grpc_python", "mypy", "mypy_grpc")
 # Folders of contracts, by the folder of their stubs.
 FOLDERS = {"onward/v1": "proto/onward/v1", "onward/inference": "proto/inference"}
+REFERENCE = "docs/serve/api.md"
 STUBS = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi")
 
 
@@ -29,7 +34,7 @@ def contracts() -> dict[str, Path]:
 
 
 def generate(target: Path) -> None:
-    """Runs protoc over all contracts, into `target` in place of the root.
+    """Runs protoc over all contracts and renders the reference, into `target` in place of the root.
 
     Raises:
         subprocess.CalledProcessError: when protoc refuses a file, with the reason on stderr.
@@ -39,8 +44,14 @@ def generate(target: Path) -> None:
     programs = {name: Path(sys.executable).parent / f"protoc-gen-{name}" for name in ("mypy", "mypy_grpc")}
     plugins = [f"--plugin=protoc-gen-{name}={program}" for name, program in programs.items()]
     roots = [f"--proto_path={mine}={theirs}" for mine, theirs in FOLDERS.items()]
-    command = [sys.executable, "-m", "grpc_tools.protoc", *roots, *plugins, *outputs, *contracts()]
-    subprocess.run(command, cwd=ROOT, check=True)  # noqa: S603 — the arguments are all ours
+    with tempfile.NamedTemporaryFile() as described:
+        outputs += [f"--descriptor_set_out={described.name}", "--include_source_info"]
+        command = [sys.executable, "-m", "grpc_tools.protoc", *roots, *plugins, *outputs, *contracts()]
+        subprocess.run(command, cwd=ROOT, check=True)  # noqa: S603 — the arguments are all ours
+        files = FileDescriptorSet.FromString(Path(described.name).read_bytes()).file
+    page = target / REFERENCE
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text(render(each for each in files if each.package == "onward.v1"), encoding="utf-8")
 
 
 def stubs() -> list[str]:
@@ -49,13 +60,14 @@ def stubs() -> list[str]:
 
 
 def drift() -> list[str]:
-    """Names every committed stub that is missing, stale or without a contract."""
+    """Names every committed file that is missing, stale or without a contract."""
     with tempfile.TemporaryDirectory() as folder:
         fresh = Path(folder)
         generate(fresh)
-        wanted = {name: (fresh / name).read_bytes() for name in stubs()}
+        wanted = {name: (fresh / name).read_bytes() for name in (*stubs(), REFERENCE)}
     committed = {path.relative_to(ROOT).as_posix(): path for path in (ROOT / "onward").rglob("*_pb2*.py*")}
     committed = {name: path for name, path in committed.items() if path.suffix in {".py", ".pyi"}}
+    committed |= {REFERENCE: page} if (page := ROOT / REFERENCE).exists() else {}
     problems = [f"{name} has no contract" for name in committed.keys() - wanted.keys()]
     for name, content in wanted.items():
         if name not in committed:

@@ -22,23 +22,27 @@ def sheep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A table whose command prints its count; where data go."""
     (tmp_path / "printed.json").write_text('{"count": 3}')
     monkeypatch.setattr(evidence, "TABLES", (Table("sheep", f"json.tool --compact {tmp_path / 'printed.json'}", 1),))
-    claims = (Claim("sheep", "sheep", lambda results: str(results["count"])), Claim("cows", "cows", str))
+    claims = (Claim("sheep", "sheep", lambda results: str(results["count"]), rank=1), Claim("cows", "cows", str))
     monkeypatch.setattr(evidence, "CLAIMS", claims)
     monkeypatch.setattr(evidence, "FOLDER", tmp_path)
     monkeypatch.setattr(evidence, "README", tmp_path / "README.md")
+    monkeypatch.setattr(evidence, "INDEX", tmp_path / "index.md")
     monkeypatch.setattr(evidence, "_LOOK_SECONDS", 0.0)
     monkeypatch.setattr(evidence, "_busy", lambda: 0.0)
     monkeypatch.setattr(evidence, "watch_others", lambda: lambda: 0.01)
     monkeypatch.setattr(provenance, "is_changed", lambda: False)
     monkeypatch.setattr(provenance, "here", lambda: {"commit": "abc1234", "date": "2026-11-26"})
     monkeypatch.setattr(provenance, "commits_since", {"abc1234": 0, "old": 7}.get)
-    (tmp_path / "README.md").write_text(f"# Farm\n\n{BEGIN}\nnothing\n{END}\n")
+    for page in ("README.md", "index.md"):
+        (tmp_path / page).write_text(f"# Farm\n\n{BEGIN}\nnothing\n{END}\n")
     return tmp_path
 
 
-def test_the_readmes_figures_are_those_of_the_data() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert evidence.written(text, ROOT / evidence.FOLDER) == text
+@pytest.mark.parametrize("page", [evidence.README, evidence.INDEX])
+def test_the_figures_on_a_page_are_those_of_the_data(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    text = page.read_text(encoding="utf-8")
+    assert evidence.written(text, page) == text
 
 
 def test_a_table_is_measured_once_and_its_figure_reaches_the_readme(sheep: Path) -> None:
@@ -53,9 +57,9 @@ def test_a_table_is_measured_once_and_its_figure_reaches_the_readme(sheep: Path)
     assert evidence.main(["--check"]) == 1
     assert evidence.main(["--write"]) == 0
     assert evidence.main(["--check"]) == 0
-    line = "| sheep | [3]("
-    assert line in (sheep / "README.md").read_text()
-    assert "cows" not in (sheep / "README.md").read_text(), "nobody counted them"
+    for page in ("README.md", "index.md"):
+        assert "| sheep | [3](./sheep.json)" in (sheep / page).read_text()
+        assert "cows" not in (sheep / page).read_text(), "nobody counted them"
     (sheep / "sheep.json").write_text(json.dumps(found | {"count": 5}))
     assert evidence.main(["--check"]) == 1
 
