@@ -24,6 +24,7 @@ from service.config.client import (
 from service.config.options import flag, is_unicode, options, variable
 from service.config.serve import (
     Admission,
+    Defaults,
     Kernels,
     LogLevel,
     MetricsCompat,
@@ -35,7 +36,7 @@ from service.config.serve import (
 from service.errors import StartupError
 
 __all__ = [
-    "Admission", "AskConfig", "ConnectionConfig", "ExplainConfig", "HealthConfig", "Kernels", "LogLevel",
+    "Admission", "AskConfig", "ConnectionConfig", "Defaults", "ExplainConfig", "HealthConfig", "Kernels", "LogLevel",
     "MetricsCompat", "RequestLimits", "ServeConfig", "Telemetry", "TraceConfig", "flag", "options", "variable",
 ]  # fmt: skip
 

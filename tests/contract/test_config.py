@@ -11,6 +11,7 @@ import pytest
 from service.config import (
     Admission,
     AskConfig,
+    Defaults,
     ExplainConfig,
     HealthConfig,
     Kernels,
@@ -57,6 +58,7 @@ GIVEN: dict[str, tuple[str, object]] = {
     "slo_e2e_latency": ("5,5.0", (5.0,)),
     "max_batch_size": ("4", 4),
     "max_queue_size": ("0", 0),
+    "generation_defaults": ("None", Defaults.NONE),
     "admission": ("Off", Admission.OFF),
     "prefill_chunk": ("16", 16),
     "device": ("CUDA", Device.CUDA),
