@@ -15,8 +15,10 @@ from typing import Any
 
 from service.config.client import (
     AskConfig,
+    ChatConfig,
     ConnectionConfig,
     ExplainConfig,
+    GenerationConfig,
     HealthConfig,
     TraceConfig,
     explain_problems,
@@ -36,11 +38,12 @@ from service.config.serve import (
 from service.errors import StartupError
 
 __all__ = [
-    "Admission", "AskConfig", "ConnectionConfig", "Defaults", "ExplainConfig", "HealthConfig", "Kernels", "LogLevel",
-    "MetricsCompat", "RequestLimits", "ServeConfig", "Telemetry", "TraceConfig", "flag", "options", "variable",
+    "Admission", "AskConfig", "ChatConfig", "ConnectionConfig", "Defaults", "ExplainConfig", "GenerationConfig",
+    "HealthConfig", "Kernels", "LogLevel", "MetricsCompat", "RequestLimits", "ServeConfig", "Telemetry", "TraceConfig",
+    "flag", "options", "variable",
 ]  # fmt: skip
 
-Config = ServeConfig | AskConfig | ExplainConfig | HealthConfig | TraceConfig
+Config = ServeConfig | AskConfig | ChatConfig | ExplainConfig | HealthConfig | TraceConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +65,7 @@ _COMMANDS: Mapping[str, _Command] = {
         config=ServeConfig, limits=RequestLimits, problems=serve_problems, help="serve every model of a folder"
     ),
     "ask": _Command(config=AskConfig, positionals=("model", "text"), help="ask a served model"),
+    "chat": _Command(config=ChatConfig, positionals=("model",), help="have a conversation with a served model"),
     "explain": _Command(
         config=ExplainConfig,
         positionals=("model", "text"),

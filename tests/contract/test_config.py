@@ -11,6 +11,7 @@ import pytest
 from service.config import (
     Admission,
     AskConfig,
+    ChatConfig,
     Defaults,
     ExplainConfig,
     HealthConfig,
@@ -105,11 +106,17 @@ GIVEN: dict[str, tuple[str, object]] = {
 
 
 CONNECTION = ("target", "api_key_file", "ca_certificate", "client_certificate", "client_key", "server_name")
+GENERATION = (
+    "system", "timeout_seconds", "partial_on_deadline", "priority", "temperature", "top_p", "top_k", "min_p",
+    "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "logit_bias", "allowed_token_ids",
+    "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop_in_output",
+)  # fmt: skip
 CLIENT_FLAGS: dict[type, tuple[str, ...]] = {
     AskConfig: (
-        *CONNECTION, "stream", "max_tokens", "temperature", "seed", "n", "beam_size", "timeout_seconds",
-        "partial_on_deadline",
+        *CONNECTION, *GENERATION, "chat", "target_prefix", "stream", "n", "beam_size", "length_penalty", "patience",
+        "no_repeat_ngram_size",
     ),
+    ChatConfig: (*CONNECTION, *GENERATION),
     ExplainConfig: (
         *CONNECTION, "target_text", "max_tokens", "html", "svg", "layers", "heads", "timeout_seconds",
     ),
