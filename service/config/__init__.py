@@ -9,8 +9,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from service.config.client import (
@@ -132,7 +134,8 @@ def _values(
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m service", description="Serve transformers over gRPC, or ask one.")
+    prog = "onward" if Path(sys.argv[0]).name == "onward" else "python -m service"
+    parser = argparse.ArgumentParser(prog=prog, description="Serve transformers over gRPC, or ask one.")
     commands = parser.add_subparsers(dest="command", required=True)
     epilog = "Each flag may be given as the environment variable in brackets instead; the flag wins."
     for name, command in _COMMANDS.items():
