@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 _FAILED = 1
 _BAD_VERB = 2
+# The shells' exit status of a command that SIGINT ended.
+_INTERRUPTED = 130
 _COMPLETION = "completion"
 _OURS = ("service", "model", "export", "loadtest", "onward")
 
@@ -67,6 +69,9 @@ def run(arguments: Sequence[str]) -> int:
     own_process = {"is_own_process": True} if verb.module == "service.__main__" else {}
     try:
         return verb.run(name, arguments[1:], **own_process)
+    except KeyboardInterrupt:
+        sys.stderr.write("\n")
+        return _INTERRUPTED
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing in _OURS or not missing:
