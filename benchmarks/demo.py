@@ -48,7 +48,7 @@ def main() -> None:
     training = {}
     for name in MODELS:
         _say(f"training {name}")
-        training[name] = _run("model", "train", name, "--out", str(checkpoints_folder / name))
+        training[name] = _run("model", "train", name, "--out", str(checkpoints_folder / name), "--overwrite")
     for name in MODELS:
         _say(f"exporting {name}")
         _run("export", str(checkpoints_folder / name), "--out", str(models_folder / name), "--explain-graph")

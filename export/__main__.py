@@ -39,11 +39,16 @@ def main(arguments: Sequence[str]) -> int:
     return _export(_export_parser().parse_args(arguments))
 
 
+def _prog() -> str:
+    """The command's name, as it was called."""
+    return "onward export" if Path(sys.argv[0]).name == "onward" else "python -m export"
+
+
 def _export_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m export",
+        prog=_prog(),
         description="Turns a checkpoint folder into an artifact folder: ONNX graphs, golden cases, proof.",
-        epilog="`python -m export verify ARTIFACT` proves an artifact again.",
+        epilog=f"`{_prog()} verify ARTIFACT` proves an artifact again.",
     )
     parser.add_argument("checkpoint", type=Path, help="checkpoint folder of `python -m model`")
     parser.add_argument("--out", type=Path, required=True, help="artifact folder; an artifact there is replaced")
@@ -87,7 +92,7 @@ def _export_parser() -> argparse.ArgumentParser:
 
 def _verify_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m export verify",
+        prog=f"{_prog()} verify",
         description="Checks an artifact's files and replays its golden cases on ONNX Runtime.",
     )
     parser.add_argument("artifact", type=Path, help="folder that `python -m export` wrote")

@@ -183,7 +183,7 @@ def _settings(options: argparse.Namespace) -> BenchSettings:
 def make_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m loadtest bench",
+        prog="onward bench" if Path(sys.argv[0]).name == "onward" else "python -m loadtest bench",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

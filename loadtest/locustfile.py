@@ -16,9 +16,10 @@ import grpc.experimental.gevent
 import locust.stats
 from flask import jsonify
 from locust import events
+from locust.runners import LocalRunner
 
 from loadtest.locust.conductor import Conductor
-from loadtest.locust.options import add_run_options
+from loadtest.locust.options import MODEL_VARIABLE, add_run_options
 from loadtest.locust.shapes import (
     ConcurrencySweepShape,
     ConstantShape,
@@ -46,7 +47,7 @@ _BAD_OPTIONS = 2
 
 def add_options(parser: Any) -> None:
     """Adds our options to Locust's command line and web form."""
-    add_run_options(parser)
+    add_run_options(parser, env_var=MODEL_VARIABLE)
 
 
 def begin(environment: Any, web_ui: Any, **_: Any) -> None:
@@ -62,6 +63,13 @@ def begin(environment: Any, web_ui: Any, **_: Any) -> None:
     except ValueError as error:
         sys.stderr.write("".join(f"{each}\n" for each in str(error).split("; ")))
         sys.exit(_BAD_OPTIONS)
+    if isinstance(environment.runner, LocalRunner) and web_ui is None:
+        try:
+            # The run is about to begin, which would check this, too, among Locust's tables.
+            conductor.check()
+        except ValueError as error:
+            sys.stderr.write(f"{error}\n")
+            sys.exit(_BAD_OPTIONS)
     if web_ui is not None:
         web_ui.app.add_url_rule("/load", "load", lambda: jsonify(conductor.report()))
 

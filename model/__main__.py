@@ -64,6 +64,7 @@ def _train(recipe: Recipe, options: argparse.Namespace) -> int:
 def _train_in(parallel: Parallel, recipe: Recipe, options: argparse.Namespace) -> int:
     """Trains or checks, as one of the processes."""
     from model.training import checks
+    from model.training.folder import FolderTaken, check_free
     from model.training.loop import TrainingError
     from model.training.parallel import ParallelError
     from model.training.progress import Reporter
@@ -88,6 +89,8 @@ def _train_in(parallel: Parallel, recipe: Recipe, options: argparse.Namespace) -
                 )
             said = asdict(overfit)
         else:
+            if not (options.resume or options.overwrite):
+                parallel.together(lambda: check_free(options.out))
             result = train(
                 recipe,
                 options.out,
@@ -96,7 +99,7 @@ def _train_in(parallel: Parallel, recipe: Recipe, options: argparse.Namespace) -
                 parallel=parallel,
             )
             said = _describe(result)
-    except (TaskError, ResumeError, ParallelError, OSError) as error:
+    except (TaskError, ResumeError, ParallelError, FolderTaken, OSError) as error:
         return fail(str(error), 2)
     except TrainingError as error:
         if parallel.is_first or _is_known_to_all(error, (TrainingError, ParallelError)):
@@ -197,19 +200,31 @@ def _init(recipe: Recipe, options: argparse.Namespace) -> int:
 
 def _import(options: argparse.Namespace) -> int:
     from model.hf.folder import ImportRefused
+    from model.hf.hub import cache_folder, find_snapshot
     from model.hf.importer import plan, write
 
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    folder: Path = options.folder
+    if not folder.exists():
+        cache = cache_folder(os.environ)  # noqa: TID251 — another library's variables
+        found = find_snapshot(str(folder), cache)
+        if found is None:
+            return _fail(f"{folder} is no folder, and no model of this name is in {cache}", 2)
+        folder = found
     try:
-        planned = plan(options.folder, context=options.context, chat=not options.no_chat)
-        num_parameters = write(planned, options.out)
+        say(f"checking {folder}")
+        planned = plan(folder, context=options.context, chat=not options.no_chat)
+        num_parameters = write(planned, options.out, say)
     except ImportRefused as error:
         for problem in error.problems:
-            print(f"{options.folder}: {problem}", file=sys.stderr)
-        return _fail(f"{options.folder} cannot be imported, for {len(error.problems)} reasons", 2)
+            say(f"{folder}: {problem}")
+        return _fail(f"{folder} cannot be imported, for {len(error.problems)} reasons", 2)
     except (ValueError, OSError) as error:
         return _fail(str(error), 2)
     for note in planned.notes:
-        print(f"note: {note}", file=sys.stderr)
+        say(f"note: {note}")
     _print_result(
         {
             "checkpoint": str(options.out),
@@ -232,10 +247,12 @@ def _limit_spinning() -> None:
 
 
 def _make_parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="python -m model", description="Makes checkpoints and scores them.", allow_abbrev=False)
+    parser = _Parser(prog=_prog(), description="Makes checkpoints and scores them.", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
     train = commands.add_parser("train", help="train a model; under torchrun, in several processes")
-    train.add_argument("--resume", action="store_true", help="go on from the last state that --out holds")
+    previous = train.add_mutually_exclusive_group()
+    previous.add_argument("--resume", action="store_true", help="go on from the last state that --out holds")
+    previous.add_argument("--overwrite", action="store_true", help="replace the training run that --out holds")
     checks = train.add_mutually_exclusive_group()
     checks.add_argument("--dry-run", action="store_true", help="measure two steps and write nothing")
     checks.add_argument(
@@ -246,7 +263,9 @@ def _make_parser() -> argparse.ArgumentParser:
     init = commands.add_parser("init", help="make a checkpoint with random weights")
     init.add_argument("--seed", type=_seed, default=0, help="fixes the weights (default 0)")
     importing = commands.add_parser("import", help="make a checkpoint of a Hugging Face folder")
-    importing.add_argument("folder", type=Path, metavar="FOLDER", help="config.json, safetensors, tokenizer.json")
+    importing.add_argument(
+        "folder", type=Path, metavar="FOLDER", help="folder, or name on the hub of a model in its local cache"
+    )
     importing.add_argument("--out", type=Path, required=True, metavar="DIR", help="checkpoint folder")
     importing.add_argument("--context", type=int, metavar="TOKENS", help="limit the context, which sizes K/V")
     importing.add_argument("--no-chat", action="store_true", help="leave the chat template out")
@@ -280,8 +299,13 @@ def _print_result(values: dict[str, Any]) -> None:
     print(json.dumps(finite), flush=True)
 
 
+def _prog() -> str:
+    """The command's name, as it was called."""
+    return "onward" if Path(sys.argv[0]).name == "onward" else "python -m model"
+
+
 def _fail(message: str, status: int) -> int:
-    print(f"python -m model: {message}", file=sys.stderr, flush=True)
+    print(f"{_prog()}: {message}", file=sys.stderr, flush=True)
     return status
 
 

@@ -1,4 +1,4 @@
-"""`python -m service serve …`, `ask MODEL TEXT …`, `explain MODEL TEXT …`, `health` and `trace`.
+"""`python -m service serve …`, `ask MODEL TEXT …`, `chat MODEL …`, `explain MODEL TEXT …`, `health` and `trace`.
 
 Exit status: 0 done, 1 failed while running, 2 refused to start.
 """
@@ -16,6 +16,7 @@ from typing import NoReturn
 
 from service.config import (
     AskConfig,
+    ChatConfig,
     ExplainConfig,
     HealthConfig,
     ServeConfig,
@@ -51,6 +52,10 @@ def main(argv: Sequence[str], *, is_own_process: bool = False) -> int:
                 from service.commands.ask import ask
 
                 return ask(config)
+            case ChatConfig():
+                from service.commands.chat import chat
+
+                return chat(config, sys.stdin, sys.stdout, sys.stderr)
             case ExplainConfig():
                 from service.commands.explain import explain
 

@@ -18,7 +18,7 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry, disable_created_metrics
 
-from service.config import Admission, Kernels, ServeConfig, keep_tokenizers_on_their_threads
+from service.config import Admission, Defaults, Kernels, ServeConfig, keep_tokenizers_on_their_threads
 from service.engine.engine import LastRun
 from service.engine.interfaces import StepEngine
 from service.engine.sessions.attention import load_attention_graph
@@ -149,7 +149,7 @@ class App:
         self._registry = registry or CollectorRegistry()
         self._metrics = make_metrics(config, self._registry)
         self._tracer = tracer or NoTracer()
-        self._models = Models()
+        self._models = Models(own_defaults=config.generation_defaults is Defaults.MODEL)
         self._engine = AsyncEngine(
             self._models.entries,
             self._metrics,

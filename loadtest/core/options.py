@@ -23,10 +23,10 @@ T = TypeVar("T")
 _LENGTHS = "N, uniform:LEAST:MOST, geometric:MEAN or file:PATH"
 
 
-def add_options(parser: Parser, *, rate: float, arrivals: str) -> None:
-    """Adds the options; the two defaults differ between commands."""
+def add_options(parser: Parser, *, rate: float, arrivals: str, **model: str) -> None:
+    """Adds the options; the two defaults differ between commands, as do further settings of `--model`."""
     add = parser.add_argument
-    add("--model", default="", help="model name; optional if the server has one model")
+    add("--model", default="", help="model name; optional if the server has one model", **model)
     add("--prompt-tokens", default="128", help=f"tokens of a prompt: {_LENGTHS}")
     add("--max-tokens", default="64", help=f"tokens of an answer: {_LENGTHS} (of a file's lines the second number)")
     add("--prefix-tokens", type=int, default=0, help="length of the shared prefix")

@@ -22,6 +22,7 @@ from typing import Any
 import gevent
 import grpc
 from gevent.event import Event
+from gevent.hub import Hub
 from locust import runners
 from locust.env import Environment
 from locust.exception import StopTest
@@ -32,7 +33,7 @@ from loadtest.core.figures import Run, render, summarize
 from loadtest.core.records import Outcome, Record
 from loadtest.core.wire import Facts
 from loadtest.core.workload import Prompt
-from loadtest.locust.options import RunOptions, option_names, read_run_options
+from loadtest.locust.options import MODEL_VARIABLE, RunOptions, option_names, read_run_options
 from loadtest.locust.session import Flight, Ledger, Session, Share
 from loadtest.locust.stages import Stage
 from onward.v1 import model_pb2 as models
@@ -50,6 +51,9 @@ _LEAD_SECONDS_OF_MASTER = 1.5
 # Locust's master drops a worker after three seconds without a heartbeat; on a busy machine a starting worker is silent
 # for longer.
 _MISSED_HEARTBEATS = 30
+
+# Locust logs why a run stops; gevent would print a traceback besides.
+Hub.NOT_ERROR = (*Hub.NOT_ERROR, StopTest)
 
 log = logging.getLogger(__name__)
 
@@ -203,6 +207,21 @@ class Conductor:
         else:
             self._enter(**entered)
 
+    def check(self) -> Facts:
+        """Asks the server for the model and checks the options against it, before any process has a share.
+
+        Raises:
+            ValueError: if the server does not answer, or no run is possible; in one line.
+        """
+        options, target = self.options, target_of(self._environment)
+        options.check(len(self._processes()))
+        try:
+            facts = self._facts(options, target)
+        except grpc.RpcError as error:
+            raise ValueError(f"{target}: {error.code().name}: {error.details()}") from None
+        options.load.workload(facts.vocab_size)
+        return facts
+
     def _lead(self) -> None:
         """Begins a run: gives each process its share.
 
@@ -212,14 +231,9 @@ class Conductor:
         self._read_options()
         options = self.options
         try:
-            options.check(len(self._processes()))
-            facts = self._facts(options)
-            # Fail before any process has a share.
-            options.load.workload(facts.vocab_size)
+            facts = self.check()
         except ValueError as error:
             raise self._cannot_run(str(error)) from None
-        except grpc.RpcError as error:
-            raise self._cannot_run(f"{target_of(self._environment)}: {error.code().name}: {error.details()}") from None
         processes = self._processes()
         self.ledger = Ledger(uuid.uuid4().hex[:8], len(processes), is_open=options.load.arrivals is not None)
         self._clients = dict(enumerate(processes))
@@ -245,16 +259,25 @@ class Conductor:
         if self._stage is not None:
             self._send_stage({"name": self._stage.name, "prompt_tokens": self._stage.prompt_tokens})
 
-    def _facts(self, options: RunOptions) -> Facts:
+    def _facts(self, options: RunOptions, target: str) -> Facts:
         if options.load.vocab_size:
             return Facts(options.load.model, options.load.vocab_size)
-        target = target_of(self._environment)
         access = options.load.access
         with access.open(target) as channel:
             request = models.GetModelRequest(model=options.load.model)
             stub = ModelServiceStub(channel)
-            answer = stub.GetModel(request, timeout=_FACTS_TIMEOUT_SECONDS, metadata=access.metadata)
-            return wire.onward_facts(answer)
+            timeout, metadata = _FACTS_TIMEOUT_SECONDS, access.metadata
+            try:
+                return wire.onward_facts(stub.GetModel(request, timeout=timeout, metadata=metadata))
+            except grpc.RpcError as error:
+                if options.load.model or error.code() is not grpc.StatusCode.NOT_FOUND:
+                    raise
+                listed = stub.ListModels(models.ListModelsRequest(), timeout=timeout, metadata=metadata)
+                served = [each.name for each in listed.models]
+            if not served:
+                raise ValueError(f"{target} serves no model")
+            named = ", ".join(served)
+            raise ValueError(f"{target} serves several models, name one with --model or {MODEL_VARIABLE}: {named}")
 
     def _join(self, part: dict[str, Any], options: dict[str, Any]) -> None:
         """Takes a share from the master, whose options override this worker's command line."""

@@ -17,9 +17,13 @@ from loadtest.locust.stages import Stage
 SHAPES = ("constant", "ramp", "spike", "concurrency", "length")
 
 
-def add_run_options(parser: Parser) -> None:
-    """Adds all options to Locust's parser, including those of `loadtest.core.options`."""
-    add_options(parser, rate=1.0, arrivals="")
+MODEL_VARIABLE = "LOCUST_MODEL"
+"""The environment variable that stands for `--model`."""
+
+
+def add_run_options(parser: Parser, **model: str) -> None:
+    """Adds all options to Locust's parser, including those of `loadtest.core.options`; `model` as there."""
+    add_options(parser, rate=1.0, arrivals="", **model)
     add = parser.add_argument
     add("--shape", default="constant", choices=list(SHAPES), help="number of users over time")
     add("--steps", default="1,2,4,8", help="steps of a sweep: numbers of users, or prompt lengths")

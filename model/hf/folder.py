@@ -15,6 +15,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from model.hf.hub import name_of, repository_of
 from model.hf.values import shorten
 
 CONFIG = "config.json"
@@ -64,8 +65,9 @@ class HfFolder:
 
     @property
     def name(self) -> str:
-        """The folder's name."""
-        return self.path.resolve().name
+        """The folder's name, or a snapshot's name on the hub."""
+        repository = repository_of(self.path)
+        return self.path.resolve().name if repository is None else name_of(repository)
 
     def file(self, name: str) -> Path | None:
         """The path of a file; None if it is missing or a link out of the folder."""
@@ -94,11 +96,12 @@ def read_folder(path: Path, problems: list[str]) -> HfFolder:
 
 
 def _escapes(folder: Path, name: str) -> bool:
-    """Whether a name is not a plain file name, or is a link out of the folder."""
+    """Whether a name is not a plain file name, or is a link out of the folder or hub repository."""
     if name != Path(name).name or name in ("", ".", "..") or "\\" in name or "\0" in name:
         return True
     try:
-        return not (folder / name).resolve().is_relative_to(folder.resolve())
+        root = repository_of(folder) or folder.resolve()
+        return not (folder / name).resolve().is_relative_to(root)
     except (OSError, RuntimeError):  # a loop of links
         return True
 

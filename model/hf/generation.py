@@ -1,7 +1,6 @@
 """Reads the tokens that end, begin, force and forbid outputs: generation_config.json, else config.json.
 
-Also reads when a beam search ends. Defaults that a request can set itself (sampling, beams, lengths) are reported, not
-applied. Standard library only.
+Also reads when a beam search ends, and the defaults of what a request can set itself. Standard library only.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 from model.hf.folder import CONFIG, GENERATION, HfFolder
 from model.hf.values import Values, shorten
 from model.spec.config import ModelConfig
-from model.spec.generation import MAX_PATIENCE, GenerationRules, GenerationSettings
+from model.spec.generation import MAX_PATIENCE, GenerationRules, GenerationSettings, ignored_defaults
 
 _DEFAULTS: Mapping[str, Mapping[str, int]] = {
     "llama": {"bos_token_id": 1, "eos_token_id": 2},
@@ -39,7 +38,7 @@ _REFUSED: Mapping[str, tuple[Any, ...]] = {
 """Unsupported settings that change outputs, and their neutral values."""
 
 _REQUESTS: Mapping[str, tuple[Any, ...]] = {
-    "do_sample": (False,),
+    "do_sample": (),
     "length_penalty": (1.0,),
     "max_length": (20,),
     "max_new_tokens": (),
@@ -51,16 +50,16 @@ _REQUESTS: Mapping[str, tuple[Any, ...]] = {
     "num_beams": (1,),
     "repetition_penalty": (1.0,),
     "temperature": (1.0,),
-    "top_k": (0, 50),
+    "top_k": (0,),
     "top_p": (1.0,),
     "typical_p": (1.0,),
 }
-"""Settings of a request, and transformers' defaults for them."""
+"""Settings of a request, and values that change nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Settings, ids for a `ModelConfig`, and `defaults` that requests must repeat, by transformers' names."""
+    """Settings, ids for a `ModelConfig`, and `defaults` of requests, by transformers' names."""
 
     settings: GenerationSettings
     pad_id: int
@@ -106,9 +105,13 @@ def read_tokens(folder: HfFolder, problems: list[str], notes: list[str], *, is_e
         for name, neutral in _REQUESTS.items()
         if asked.get(name) is not None and asked.get(name) not in neutral
     }
-    if defaults:
-        said = ", ".join(f"{name} {shorten(value)}" for name, value in defaults.items())
-        notes.append(f"generation defaults that a request must ask for itself: {said}")
+    ignored = ignored_defaults(defaults)
+    for words, names in (
+        ("generation defaults of requests", [name for name in defaults if name not in ignored]),
+        ("generation defaults that are not applied, a request must ask for them", ignored),
+    ):
+        if names:
+            notes.append(f"{words}: " + ", ".join(f"{name} {shorten(defaults[name])}" for name in names))
     return Tokens(
         settings=GenerationSettings(eos_ids, rules),
         pad_id=eos_ids[0] if pad is None else pad,

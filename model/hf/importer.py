@@ -7,7 +7,9 @@ whether tensors that must be equal are, before it writes.
 from __future__ import annotations
 
 import dataclasses
+import math
 import platform
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 
 _SINUSOID_TOLERANCE = 2e-3
 """Sinusoids are at most 1, and half precision rounds them to 5e-4."""
+_FLOAT32_BYTES = 4
+_SECONDS_BETWEEN_LINES = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +137,13 @@ def plan(path: Path, *, context: int | None = None, chat: bool = True) -> Plan:
     )
 
 
-def write(plan: Plan, out: Path) -> int:
+def write(plan: Plan, out: Path, say: Callable[[str], None] = lambda _: None) -> int:
     """Reads the weights as float32 and writes or replaces the checkpoint `out`; returns the number of parameters.
+
+    Args:
+        plan: what is written.
+        out: the folder.
+        say: gets a line at each stage, and every few seconds while weights are read.
 
     Raises:
         ImportRefused: when tensors that must be equal differ.
@@ -146,11 +155,13 @@ def write(plan: Plan, out: Path) -> int:
 
     if (out / checkpoint.CONFIG).exists() and not (out / checkpoint.RUN).exists():
         raise ValueError(f"{out} holds a {checkpoint.CONFIG} that is no checkpoint's: it is not overwritten")
+    say(f"checking weights of {plan.folder.path}")
     with _Weights.open(plan.folder) as weights:
         problems = weights.check(plan.layout)
         if problems:
             raise ImportRefused(plan.folder.path, problems)
-        tensors = weights.assemble(plan.layout, _shapes(plan.config))
+        tensors = weights.assemble(plan.layout, _shapes(plan.config), say)
+    say(f"writing {out}")
     with StagedFiles(out) as files:
         checkpoint.stage(files, tensors, plan.config, plan.tokenizers, plan.manifest, plan.extras)
         files.commit()
@@ -247,11 +258,22 @@ class _Weights:
                 problems.append(f"{self.stored[name].file}: {name} is off the sinusoids by {error:.2g}")
         return problems
 
-    def assemble(self, layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    def assemble(
+        self, layout: Layout, shapes: Mapping[str, tuple[int, ...]], say: Callable[[str], None]
+    ) -> dict[str, Tensor]:
         """All of our tensors in float32."""
         if layout.tensors.keys() != shapes.keys():
             raise ValueError(f"the layout is of another model: {sorted(layout.tensors.keys() ^ shapes.keys())}")
-        return {name: self._assemble(layout.tensors[name], shape) for name, shape in shapes.items()}
+        total, done, said = _FLOAT32_BYTES * sum(map(math.prod, shapes.values())), 0, time.monotonic()
+        say(f"reading {len(shapes)} tensors, {total / 1e9:.2f} GB in float32")
+        tensors: dict[str, Tensor] = {}
+        for name, shape in shapes.items():
+            tensors[name] = self._assemble(layout.tensors[name], shape)
+            done += _FLOAT32_BYTES * math.prod(shape)
+            if time.monotonic() - said >= _SECONDS_BETWEEN_LINES:
+                said = time.monotonic()
+                say(f"read {done / 1e9:.2f} GB, {100 * done // total} %")
+        return tensors
 
     def _assemble(self, parts: tuple[Part, ...], shape: tuple[int, ...]) -> Tensor:
         import torch

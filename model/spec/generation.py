@@ -1,4 +1,4 @@
-"""A model's generation settings: end tokens, forced and suppressed tokens.
+"""A model's generation settings: end tokens, forced and suppressed tokens, and defaults of a request's fields.
 
 Imported checkpoints (`model.hf`) bring them along; one trained here has only end tokens. The sampler
 (`service.engine.sampling`) enforces them.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,9 @@ GENERATION = "generation.json"
 """A checkpoint's file of `GenerationSettings`."""
 MAX_PATIENCE = 1000.0
 """The limit of beam searches: with more patience, hypotheses never end."""
+MAX_LENGTH_PENALTY = 10.0
+"""Other servers take any number; a larger power of a length may overflow."""
+_MAX_INT32 = 2**31 - 1
 
 
 class GenerationError(ValueError):
@@ -105,6 +109,53 @@ class GenerationSettings:
         return cls(tuple(eos_ids), GenerationRules.from_dict(rules))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationDefaults:
+    """Values of the fields that a request leaves out, by their names on the wire; here, the wire contract's."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    max_tokens: int = 256
+    length_penalty: float = 1.0
+    no_repeat_ngram_size: int = 0
+
+
+WIRE_DEFAULTS = GenerationDefaults()
+
+
+def read_defaults(recorded: Mapping[str, Any], *, is_encoder_decoder: bool) -> GenerationDefaults:
+    """A model's own defaults.
+
+    `do_sample` decides between greedy decoding (temperature 0) and sampling; without it an encoder-decoder is greedy
+    and a decoder-only model samples.
+
+    Args:
+        recorded: settings of generation_config.json, by Hugging Face's names; `ignored_defaults` are skipped.
+        is_encoder_decoder: the model's family.
+    """
+    own = {
+        ours: recorded[theirs]
+        for theirs, (ours, fits) in _DEFAULT_FIELDS.items()
+        if theirs in recorded and fits(recorded[theirs])
+    }
+    samples = recorded.get("do_sample")
+    if not (samples if isinstance(samples, bool) else not is_encoder_decoder):
+        own["temperature"] = 0.0
+    return GenerationDefaults(**own)
+
+
+def ignored_defaults(recorded: Mapping[str, Any]) -> list[str]:
+    """The settings that `read_defaults` skips: fields that a request does not have, or values that it cannot have."""
+    return [
+        name
+        for name, value in recorded.items()
+        if name != "do_sample" and not (name in _DEFAULT_FIELDS and _DEFAULT_FIELDS[name][1](value))
+    ]
+
+
 def _rule_problems(values: Mapping[str, Any]) -> list[str]:
     return [f"unknown field {name!r}" for name in sorted(values.keys() - _CHECKS.keys())] + [
         f"{name} is {values[name]!r}, must be {words}"
@@ -121,13 +172,30 @@ def _is_ids(value: object) -> bool:
     return isinstance(value, list) and all(map(_is_id, value))
 
 
+def _in_range(low: float, high: float) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
+
+
+def _is_count(low: int) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, int) and not isinstance(value, bool) and low <= value <= _MAX_INT32
+
+
+_LEAST = math.nextafter(0.0, 1.0)
+_DEFAULT_FIELDS: Mapping[str, tuple[str, Callable[[object], bool]]] = {
+    "temperature": ("temperature", _in_range(0, math.nextafter(math.inf, 0.0))),
+    "top_p": ("top_p", _in_range(_LEAST, 1)),
+    "top_k": ("top_k", _is_count(0)),
+    "min_p": ("min_p", _in_range(0, 1)),
+    "repetition_penalty": ("repetition_penalty", _in_range(_LEAST, 2)),
+    "max_new_tokens": ("max_tokens", _is_count(1)),
+    "length_penalty": ("length_penalty", _in_range(-MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)),
+    "no_repeat_ngram_size": ("no_repeat_ngram_size", _is_count(0)),
+}
+"""Hugging Face's names, ours, and whether a value is one that a request may have (`service.transport.codec`)."""
 _CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "forced_first_id": (lambda value: value is None or _is_id(value), "a token id or null"),
     "forced_last_id": (lambda value: value is None or _is_id(value), "a token id or null"),
     "suppressed_ids": (_is_ids, "a list of token ids"),
     "renormalize": (lambda value: isinstance(value, bool), "true or false"),
-    "patience": (
-        lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= MAX_PATIENCE,
-        f"a number from 0 to {MAX_PATIENCE:g}",
-    ),
+    "patience": (_in_range(0, MAX_PATIENCE), f"a number from 0 to {MAX_PATIENCE:g}"),
 }

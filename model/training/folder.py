@@ -27,6 +27,22 @@ from model.training.resume import RunState
 BEST = "best"
 
 
+class FolderTaken(ValueError):
+    """A folder holds another run, which a new one would replace."""
+
+
+def check_free(folder: Path) -> None:
+    """Checks that a new run replaces nothing.
+
+    Raises:
+        FolderTaken: naming what is there.
+    """
+    if taken := [name for name in (checkpoint.CONFIG, resume.STATE, BEST) if (folder / name).exists()]:
+        raise FolderTaken(
+            f"{folder} holds a training run ({', '.join(taken)}): --resume continues it, --overwrite replaces it"
+        )
+
+
 class RunFolder:
     """The files of one run; `clear` makes the folder. `tokenizers` are texts by file name."""
 

@@ -4,9 +4,11 @@ isort:skip_file
 Generating text: one request, its outputs, and what they cost.
 
 Conventions of the whole contract. A scalar whose zero is not its default is `optional`: absent means the default,
-zero means zero. Counts are signed, so that the server, not the client library, refuses a negative one. Limits marked
-"configured" are the server's and are in `ModelService.GetModel`. A bad value is INVALID_ARGUMENT with
-google.rpc.BadRequest, which names the field's full path, such as `sampling.top_p`.
+zero means zero. "Default: the model's" is in `GetModelResponse.generation_defaults`; the value in parentheses is that of
+models without one, and of all models with `--generation-defaults none`. Counts are signed, so that the server, not the
+client library, refuses a negative one. Limits marked "configured" are the server's and are in `ModelService.GetModel`.
+A bad value is INVALID_ARGUMENT with google.rpc.BadRequest, which names the field's full path, such as
+`sampling.top_p`.
 """
 
 from collections import abc as _abc
@@ -228,17 +230,20 @@ class SamplingParams(_message.Message):
     LOGIT_BIAS_FIELD_NUMBER: _builtins.int
     ALLOWED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
-    """Divides the logits. Default 1.0; 0 is greedy. Limit: finite, at least 0."""
+    """Divides the logits; 0 is greedy. Default: the model's (1.0), which is 0 for an encoder-decoder unless it was imported
+    with `do_sample`. Each field has its default for itself: `top_k` alone does not turn sampling on. Limit: finite, at
+    least 0.
+    """
     top_p: _builtins.float
-    """Keeps the most probable tokens that together reach this share. Default 1.0. Limit: above 0, at most 1."""
+    """Keeps the most probable tokens that together reach this share. Default: the model's (1.0). Limit: above 0, at most 1."""
     top_k: _builtins.int
-    """Keeps this many most probable tokens. Default 0, which is off. Limit: at least 0."""
+    """Keeps this many most probable tokens; 0 is off. Default: the model's (0). Limit: at least 0."""
     min_p: _builtins.float
-    """Keeps tokens at least this share as probable as the most probable one. Default 0. Limit: from 0 to 1."""
+    """Keeps tokens at least this share as probable as the most probable one. Default: the model's (0). Limit: from 0 to 1."""
     repetition_penalty: _builtins.float
     """Divides the positive logits of tokens seen before, and multiplies the negative ones. Seen are the output and what
     precedes it: the prompt (decoder-only) or `target_prefix` (encoder-decoder; neither its source nor its start token
-    counts). Default 1.0. Limit: above 0, at most 2.
+    counts). Default: the model's (1.0). Limit: above 0, at most 2.
     """
     presence_penalty: _builtins.float
     """Subtracted once from the logits of generated tokens. Default 0. Limit: from -2 to 2."""
@@ -267,8 +272,8 @@ class SamplingParams(_message.Message):
         *,
         temperature: _builtins.float | None = ...,
         top_p: _builtins.float | None = ...,
-        top_k: _builtins.int = ...,
-        min_p: _builtins.float = ...,
+        top_k: _builtins.int | None = ...,
+        min_p: _builtins.float | None = ...,
         repetition_penalty: _builtins.float | None = ...,
         presence_penalty: _builtins.float = ...,
         frequency_penalty: _builtins.float = ...,
@@ -277,10 +282,12 @@ class SamplingParams(_message.Message):
         logit_bias: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
         allowed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "n", b"n", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_min_p", b"_min_p", "_n", b"_n", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "min_p", b"min_p", "n", b"n", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "min_p", b"min_p", "n", b"n", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_min_p", b"_min_p", "_n", b"_n", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "min_p", b"min_p", "n", b"n", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__min_p: _TypeAlias = _typing.Literal["min_p"]  # noqa: Y015
+    _WhichOneofArgType__min_p: _TypeAlias = _typing.Literal["_min_p", b"_min_p"]  # noqa: Y015
     _WhichOneofReturnType__n: _TypeAlias = _typing.Literal["n"]  # noqa: Y015
     _WhichOneofArgType__n: _TypeAlias = _typing.Literal["_n", b"_n"]  # noqa: Y015
     _WhichOneofReturnType__repetition_penalty: _TypeAlias = _typing.Literal["repetition_penalty"]  # noqa: Y015
@@ -289,8 +296,12 @@ class SamplingParams(_message.Message):
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
     _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
     _WhichOneofArgType__temperature: _TypeAlias = _typing.Literal["_temperature", b"_temperature"]  # noqa: Y015
+    _WhichOneofReturnType__top_k: _TypeAlias = _typing.Literal["top_k"]  # noqa: Y015
+    _WhichOneofArgType__top_k: _TypeAlias = _typing.Literal["_top_k", b"_top_k"]  # noqa: Y015
     _WhichOneofReturnType__top_p: _TypeAlias = _typing.Literal["top_p"]  # noqa: Y015
     _WhichOneofArgType__top_p: _TypeAlias = _typing.Literal["_top_p", b"_top_p"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_p) -> _WhichOneofReturnType__min_p | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__n) -> _WhichOneofReturnType__n | None: ...
     @_typing.overload
@@ -299,6 +310,8 @@ class SamplingParams(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature) -> _WhichOneofReturnType__temperature | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__top_k) -> _WhichOneofReturnType__top_k | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top_p) -> _WhichOneofReturnType__top_p | None: ...
 
@@ -317,8 +330,8 @@ class StoppingParams(_message.Message):
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     INCLUDE_STOP_IN_OUTPUT_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
-    """Most tokens to generate; cut to the room left in the context. Default 256. Limit: at least 1, at
-    most configured.
+    """Most tokens to generate; cut to the room left in the context. Default: the model's (256), at most configured. Limit:
+    at least 1, at most configured.
     """
     min_tokens: _builtins.int
     """Tokens to generate before any stop counts: until then no end-of-sequence token (ignored or not) and none of
@@ -378,14 +391,14 @@ class BeamSearchParams(_message.Message):
     `beam_size`.
     """
     length_penalty: _builtins.float
-    """Exponent of the length that divides a score. Default 1.0. Limit: from -10 to 10."""
+    """Exponent of the length that divides a score. Default: the model's (1.0). Limit: from -10 to 10."""
     patience: _builtins.float
     """The search continues until `beam_size` times this many hypotheses have ended; with 0, until `beam_size` have and the
     best beam, as it is, would score no better than the worst of the best `beam_size`. Default: the model's own, which
     is 1.0 unless it was imported with another. Limit: from 0 to 1000.
     """
     no_repeat_ngram_size: _builtins.int
-    """No token n-gram of this size occurs twice. Default 0, which is off. Limit: at least 0."""
+    """No token n-gram of this size occurs twice; 0 is off. Default: the model's (0). Limit: at least 0."""
     def __init__(
         self,
         *,
@@ -393,20 +406,24 @@ class BeamSearchParams(_message.Message):
         num_hypotheses: _builtins.int | None = ...,
         length_penalty: _builtins.float | None = ...,
         patience: _builtins.float | None = ...,
-        no_repeat_ngram_size: _builtins.int = ...,
+        no_repeat_ngram_size: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_length_penalty", b"_length_penalty", "_num_hypotheses", b"_num_hypotheses", "_patience", b"_patience", "length_penalty", b"length_penalty", "num_hypotheses", b"num_hypotheses", "patience", b"patience"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_length_penalty", b"_length_penalty", "_no_repeat_ngram_size", b"_no_repeat_ngram_size", "_num_hypotheses", b"_num_hypotheses", "_patience", b"_patience", "length_penalty", b"length_penalty", "no_repeat_ngram_size", b"no_repeat_ngram_size", "num_hypotheses", b"num_hypotheses", "patience", b"patience"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_length_penalty", b"_length_penalty", "_num_hypotheses", b"_num_hypotheses", "_patience", b"_patience", "beam_size", b"beam_size", "length_penalty", b"length_penalty", "no_repeat_ngram_size", b"no_repeat_ngram_size", "num_hypotheses", b"num_hypotheses", "patience", b"patience"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_length_penalty", b"_length_penalty", "_no_repeat_ngram_size", b"_no_repeat_ngram_size", "_num_hypotheses", b"_num_hypotheses", "_patience", b"_patience", "beam_size", b"beam_size", "length_penalty", b"length_penalty", "no_repeat_ngram_size", b"no_repeat_ngram_size", "num_hypotheses", b"num_hypotheses", "patience", b"patience"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__length_penalty: _TypeAlias = _typing.Literal["length_penalty"]  # noqa: Y015
     _WhichOneofArgType__length_penalty: _TypeAlias = _typing.Literal["_length_penalty", b"_length_penalty"]  # noqa: Y015
+    _WhichOneofReturnType__no_repeat_ngram_size: _TypeAlias = _typing.Literal["no_repeat_ngram_size"]  # noqa: Y015
+    _WhichOneofArgType__no_repeat_ngram_size: _TypeAlias = _typing.Literal["_no_repeat_ngram_size", b"_no_repeat_ngram_size"]  # noqa: Y015
     _WhichOneofReturnType__num_hypotheses: _TypeAlias = _typing.Literal["num_hypotheses"]  # noqa: Y015
     _WhichOneofArgType__num_hypotheses: _TypeAlias = _typing.Literal["_num_hypotheses", b"_num_hypotheses"]  # noqa: Y015
     _WhichOneofReturnType__patience: _TypeAlias = _typing.Literal["patience"]  # noqa: Y015
     _WhichOneofArgType__patience: _TypeAlias = _typing.Literal["_patience", b"_patience"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__length_penalty) -> _WhichOneofReturnType__length_penalty | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__no_repeat_ngram_size) -> _WhichOneofReturnType__no_repeat_ngram_size | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_hypotheses) -> _WhichOneofReturnType__num_hypotheses | None: ...
     @_typing.overload

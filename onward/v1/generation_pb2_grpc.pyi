@@ -4,9 +4,11 @@ isort:skip_file
 Generating text: one request, its outputs, and what they cost.
 
 Conventions of the whole contract. A scalar whose zero is not its default is `optional`: absent means the default,
-zero means zero. Counts are signed, so that the server, not the client library, refuses a negative one. Limits marked
-"configured" are the server's and are in `ModelService.GetModel`. A bad value is INVALID_ARGUMENT with
-google.rpc.BadRequest, which names the field's full path, such as `sampling.top_p`.
+zero means zero. "Default: the model's" is in `GetModelResponse.generation_defaults`; the value in parentheses is that of
+models without one, and of all models with `--generation-defaults none`. Counts are signed, so that the server, not the
+client library, refuses a negative one. Limits marked "configured" are the server's and are in `ModelService.GetModel`.
+A bad value is INVALID_ARGUMENT with google.rpc.BadRequest, which names the field's full path, such as
+`sampling.top_p`.
 """
 
 from collections import abc as _abc

@@ -328,6 +328,62 @@ class ModelCapabilities(_message.Message):
 Global___ModelCapabilities: _TypeAlias = ModelCapabilities  # noqa: Y015
 
 @_typing.final
+class GenerationDefaults(_message.Message):
+    """What applies where a request leaves a field out. The values are the model's own, from its import's
+    generation_config.json and its family, or with `--generation-defaults none` the same for all models.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEMPERATURE_FIELD_NUMBER: _builtins.int
+    TOP_P_FIELD_NUMBER: _builtins.int
+    TOP_K_FIELD_NUMBER: _builtins.int
+    MIN_P_FIELD_NUMBER: _builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    LENGTH_PENALTY_FIELD_NUMBER: _builtins.int
+    NO_REPEAT_NGRAM_SIZE_FIELD_NUMBER: _builtins.int
+    PATIENCE_FIELD_NUMBER: _builtins.int
+    temperature: _builtins.float
+    """Of `sampling.temperature`."""
+    top_p: _builtins.float
+    """Of `sampling.top_p`."""
+    top_k: _builtins.int
+    """Of `sampling.top_k`."""
+    min_p: _builtins.float
+    """Of `sampling.min_p`."""
+    repetition_penalty: _builtins.float
+    """Of `sampling.repetition_penalty`."""
+    max_tokens: _builtins.int
+    """Of `stopping.max_tokens`; at most `ModelLimits.max_generated_tokens` applies."""
+    length_penalty: _builtins.float
+    """Of `beam_search.length_penalty`."""
+    no_repeat_ngram_size: _builtins.int
+    """Of `beam_search.no_repeat_ngram_size`."""
+    patience: _builtins.float
+    """Of `beam_search.patience`; always the model's own."""
+    def __init__(
+        self,
+        *,
+        temperature: _builtins.float = ...,
+        top_p: _builtins.float = ...,
+        top_k: _builtins.int = ...,
+        min_p: _builtins.float = ...,
+        repetition_penalty: _builtins.float = ...,
+        max_tokens: _builtins.int = ...,
+        length_penalty: _builtins.float = ...,
+        no_repeat_ngram_size: _builtins.int = ...,
+        patience: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["length_penalty", b"length_penalty", "max_tokens", b"max_tokens", "min_p", b"min_p", "no_repeat_ngram_size", b"no_repeat_ngram_size", "patience", b"patience", "repetition_penalty", b"repetition_penalty", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GenerationDefaults: _TypeAlias = GenerationDefaults  # noqa: Y015
+
+@_typing.final
 class ParitySummary(_message.Message):
     """How the exported graphs compared with PyTorch on the provider in use."""
 
@@ -474,6 +530,7 @@ class GetModelResponse(_message.Message):
     PRECISION_FIELD_NUMBER: _builtins.int
     PREFILL_PROVIDER_FIELD_NUMBER: _builtins.int
     KV_MEMORY_USED_BYTES_FIELD_NUMBER: _builtins.int
+    GENERATION_DEFAULTS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Its name."""
     state: Global___ModelState.ValueType
@@ -504,6 +561,10 @@ class GetModelResponse(_message.Message):
     def parity(self) -> Global___ParitySummary:
         """How it compared with PyTorch when last replayed. Absent until then."""
 
+    @_builtins.property
+    def generation_defaults(self) -> Global___GenerationDefaults:
+        """What applies where a request leaves a field out."""
+
     def __init__(
         self,
         *,
@@ -517,10 +578,11 @@ class GetModelResponse(_message.Message):
         precision: _builtins.str = ...,
         prefill_provider: _builtins.str = ...,
         kv_memory_used_bytes: _builtins.int = ...,
+        generation_defaults: Global___GenerationDefaults | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "capabilities", b"capabilities", "limits", b"limits", "parity", b"parity"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "capabilities", b"capabilities", "generation_defaults", b"generation_defaults", "limits", b"limits", "parity", b"parity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "capabilities", b"capabilities", "device", b"device", "kv_memory_used_bytes", b"kv_memory_used_bytes", "limits", b"limits", "model", b"model", "parity", b"parity", "precision", b"precision", "prefill_provider", b"prefill_provider", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "capabilities", b"capabilities", "device", b"device", "generation_defaults", b"generation_defaults", "kv_memory_used_bytes", b"kv_memory_used_bytes", "limits", b"limits", "model", b"model", "parity", b"parity", "precision", b"precision", "prefill_provider", b"prefill_provider", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,1 +1,1 @@
-"""The client side of the command line: `ask`, `health`, `explain`, `trace`, and their connection."""
+"""The client side of the command line: `ask`, `chat`, `health`, `explain`, `trace`, and their connection."""

@@ -10,9 +10,9 @@ import grpc
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
-from onward import NO_RETRIES, CallError, Client, GenerateOptions, IncompleteStream, Stream
+from onward import NO_RETRIES, CallError, Client, GenerateOptions, IncompleteStream, Prompt, Stream, chat
 from service.commands.connection import connection
-from service.config import AskConfig, HealthConfig
+from service.config import AskConfig, GenerationConfig, HealthConfig, options
 
 _FAILED = 1
 # The shells' exit status of a command that SIGINT ended.
@@ -21,27 +21,21 @@ _INTERRUPTED = 130
 
 def ask(config: AskConfig, out: TextIO = sys.stdout, err: TextIO = sys.stderr) -> int:
     """Prints the answer's text to `out` or an error to `err`; returns the exit status."""
-    options: GenerateOptions = {
-        "model": config.model,
-        "temperature": config.temperature,
-        "seed": config.seed,
-        "max_tokens": config.max_tokens,
-        "partial_on_deadline": config.partial_on_deadline,
-        "timeout_seconds": config.timeout_seconds,
-    }
+    given = generate_options(config)
     # Beam search excludes `n`.
     if config.beam_size:
-        options |= {"beam_size": config.beam_size, "num_hypotheses": config.n}
-    else:
-        options |= {"n": config.n}
+        given["num_hypotheses"] = given.pop("n")
+    prompt: Prompt = config.text
+    if config.chat or config.system is not None:
+        prompt = conversation(config, ("user", config.text))
     is_numbered = (config.n or 1) > 1
     try:
         with Client(connection(config), retries=NO_RETRIES) as client:
             if config.stream:
-                with client.stream(config.text, **options) as stream:
+                with client.stream(prompt, **given) as stream:
                     _print_stream(stream, out, is_numbered=is_numbered)
             else:
-                for output in client.generate(config.text, **options).outputs:
+                for output in client.generate(prompt, **given).outputs:
                     _print_answer(out, output.index, output.text, is_numbered=is_numbered)
     except (CallError, IncompleteStream) as error:
         err.write(f"{error}\n")
@@ -50,6 +44,19 @@ def ask(config: AskConfig, out: TextIO = sys.stdout, err: TextIO = sys.stderr) -
         err.write("\n")
         return _INTERRUPTED
     return 0
+
+
+def generate_options(config: GenerationConfig) -> GenerateOptions:
+    """The fields of a request that flags set; None leaves them out."""
+    given: GenerateOptions = {"model": config.model}
+    for name in GenerateOptions.__optional_keys__ & options(type(config)).keys():
+        given[name] = getattr(config, name)  # type: ignore[literal-required]
+    return given
+
+
+def conversation(config: GenerationConfig, *turns: tuple[str, str]) -> Prompt:
+    """Turns (role, content), after the system message if there is one."""
+    return chat(*(() if config.system is None else (("system", config.system),)), *turns)
 
 
 def health(config: HealthConfig, out: TextIO = sys.stdout, err: TextIO = sys.stderr) -> int:

@@ -9,14 +9,18 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from service.config.client import (
     AskConfig,
+    ChatConfig,
     ConnectionConfig,
     ExplainConfig,
+    GenerationConfig,
     HealthConfig,
     TraceConfig,
     explain_problems,
@@ -24,6 +28,7 @@ from service.config.client import (
 from service.config.options import flag, is_unicode, options, variable
 from service.config.serve import (
     Admission,
+    Defaults,
     Kernels,
     LogLevel,
     MetricsCompat,
@@ -35,11 +40,12 @@ from service.config.serve import (
 from service.errors import StartupError
 
 __all__ = [
-    "Admission", "AskConfig", "ConnectionConfig", "ExplainConfig", "HealthConfig", "Kernels", "LogLevel",
-    "MetricsCompat", "RequestLimits", "ServeConfig", "Telemetry", "TraceConfig", "flag", "options", "variable",
+    "Admission", "AskConfig", "ChatConfig", "ConnectionConfig", "Defaults", "ExplainConfig", "GenerationConfig",
+    "HealthConfig", "Kernels", "LogLevel", "MetricsCompat", "RequestLimits", "ServeConfig", "Telemetry", "TraceConfig",
+    "flag", "options", "variable",
 ]  # fmt: skip
 
-Config = ServeConfig | AskConfig | ExplainConfig | HealthConfig | TraceConfig
+Config = ServeConfig | AskConfig | ChatConfig | ExplainConfig | HealthConfig | TraceConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +67,7 @@ _COMMANDS: Mapping[str, _Command] = {
         config=ServeConfig, limits=RequestLimits, problems=serve_problems, help="serve every model of a folder"
     ),
     "ask": _Command(config=AskConfig, positionals=("model", "text"), help="ask a served model"),
+    "chat": _Command(config=ChatConfig, positionals=("model",), help="have a conversation with a served model"),
     "explain": _Command(
         config=ExplainConfig,
         positionals=("model", "text"),
@@ -127,7 +134,8 @@ def _values(
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m service", description="Serve transformers over gRPC, or ask one.")
+    prog = "onward" if Path(sys.argv[0]).name == "onward" else "python -m service"
+    parser = argparse.ArgumentParser(prog=prog, description="Serve transformers over gRPC, or ask one.")
     commands = parser.add_subparsers(dest="command", required=True)
     epilog = "Each flag may be given as the environment variable in brackets instead; the flag wins."
     for name, command in _COMMANDS.items():

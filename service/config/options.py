@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -141,6 +143,24 @@ def _are_shares(shares: Shares) -> bool:
     return are_good and len(weights) == len(shares)
 
 
+def _to_biases(text: str) -> dict[int, float]:
+    pairs = [part.partition("=") for part in text.split(",")]
+    if not all(token_id.isascii() and token_id.isdigit() for token_id, _, _ in pairs):
+        raise ValueError
+    return {int(token_id): float(bias) for token_id, _, bias in pairs}
+
+
+def texts(text: str) -> tuple[str, ...]:
+    """A JSON list of texts, or one text as it is."""
+    try:
+        several = json.loads(text)
+    except (ValueError, RecursionError):
+        several = None
+    if isinstance(several, list) and all(isinstance(each, str) and is_unicode(each) for each in several):
+        return tuple(several)
+    return (nonempty(text),)
+
+
 def _is_collector(text: str) -> object:
     url = urlsplit(text)
     return url.scheme in ("http", "https") and url.hostname and url.port != 0 and not url.path.strip("/")
@@ -158,6 +178,11 @@ num_bytes = _parser(
     "a number of bytes above 0, plain or with KiB, MiB, GiB or TiB, as in 2GiB",
 )
 indices = _parser(_to_indices, lambda values: max(values) < 1 << 31, "whole numbers from 0, as in 0,2")
+biases = _parser(
+    _to_biases,
+    lambda values: all(token_id < 1 << 32 and math.isfinite(bias) for token_id, bias in values.items()),
+    "token ids and numbers, as in 42=-100,7=2.5",
+)
 # Sorted and without duplicates; each costs every model a time series.
 objectives = _parser(
     lambda text: tuple(sorted(set(map(float, text.split(","))))),

@@ -78,6 +78,13 @@ class Admission(StrEnum):
     OFF = "off"
 
 
+class Defaults(StrEnum):
+    """Which values a request's absent fields have: the model's own, or those of the wire contract alone."""
+
+    MODEL = "model"
+    NONE = "none"
+
+
 class Kernels(StrEnum):
     """Which implementation computes our own operators: compiled kernels where possible, or standard operators."""
 
@@ -150,6 +157,14 @@ class ServeConfig:
             choice(Admission),
         ),
     ] = Admission.DEADLINE
+    generation_defaults: Annotated[
+        Defaults,
+        _engine(
+            "values of fields that a request leaves out: model, the model's own, as in generation_config.json, and "
+            "greedy for an encoder-decoder; none, those of the wire contract (temperature 1)",
+            choice(Defaults),
+        ),
+    ] = Defaults.MODEL
     prefill_chunk: Annotated[
         int | None,
         _engine(f"prompt tokens per step; default: {_CHUNK_ON_CPU}, on a GPU {_CHUNK_ON_CUDA}", integer(1, 65536)),

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from model.spec.generation import WIRE_DEFAULTS, GenerationDefaults
 from service.errors import NotServing, UnknownModel
 from service.repository.kv_pool import Part
 from service.repository.models import ModelState, Parity, ServedModel
@@ -64,9 +65,14 @@ class ModelEntry:
 
 
 class Models:
-    """The table of served models, and the only place where their states change; each change is reported."""
+    """The table of served models, and the only place where their states change; each change is reported.
 
-    def __init__(self) -> None:
+    Args:
+        own_defaults: whether a model's own defaults apply to requests, or the wire contract's.
+    """
+
+    def __init__(self, *, own_defaults: bool = True) -> None:
+        self._own_defaults = own_defaults
         self._entries: dict[str, ModelEntry] = {}
         self._changed: Callable[[str], None] = lambda _: None
         self._is_draining = False
@@ -104,6 +110,13 @@ class Models:
             UnknownModel: as `find`.
         """
         return self.find(name).model
+
+    def defaults(self, name: str) -> GenerationDefaults:
+        """What applies where a request leaves a field out; the contract's defaults for an unknown model."""
+        try:
+            return self.resolve(name).manifest.generation_defaults if self._own_defaults else WIRE_DEFAULTS
+        except UnknownModel:
+            return WIRE_DEFAULTS
 
     def require_serving(self, name: str) -> None:
         """Checks that a model answers.

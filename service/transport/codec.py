@@ -1,7 +1,8 @@
 """Protobuf to values and back for generation: validates requests field by field, and encodes answers.
 
-An invalid field is named by its full path, with its value and its limit. Knows the operator's limits but no model:
-`service.repository.models` checks what depends on one (token ids, lengths in tokens, the chat template).
+An invalid field is named by its full path, with its value and its limit. Knows the operator's limits and a model's
+defaults but no model: `service.repository.models` checks what depends on one (token ids, lengths in tokens, the chat
+template).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable, Mapping, Sized
 from typing import Any, Literal
 
 from model.spec.chat import Message
-from model.spec.generation import MAX_PATIENCE
+from model.spec.generation import MAX_LENGTH_PENALTY, MAX_PATIENCE, WIRE_DEFAULTS, GenerationDefaults
 from onward.v1 import generation_pb2 as pb
 from service.config import RequestLimits
 from service.engine.types import (
@@ -36,11 +37,8 @@ FINISH_REASONS: Mapping[FinishReason, pb.FinishReason.ValueType] = {
     FinishReason.CANCELLED: pb.FINISH_REASON_CANCELLED,
 }
 
-_DEFAULT_MAX_TOKENS = 256
 # As in OpenAI's API; vLLM clips larger ones silently.
 _MAX_BIAS = 100.0
-# Other servers take any number; a larger power of a length may overflow.
-_MAX_LENGTH_PENALTY = 10.0
 
 Generating = pb.GenerateRequest | pb.GenerateStreamRequest
 
@@ -50,20 +48,32 @@ def draw_id() -> str:
     return uuid.uuid4().hex
 
 
-def decode_generate(message: Generating, limits: RequestLimits, new_id: Callable[[], str] = draw_id) -> GenerateCall:
+def decode_generate(
+    message: Generating,
+    limits: RequestLimits,
+    defaults: GenerationDefaults = WIRE_DEFAULTS,
+    new_id: Callable[[], str] = draw_id,
+) -> GenerateCall:
     """Decodes a request, streamed or not; draws an id for an empty one.
+
+    Args:
+        message: the request.
+        limits: the operator's.
+        defaults: of its model, for fields that are absent.
+        new_id: draws an id.
 
     Raises:
         InvalidRequest: naming the first field beyond its limit.
     """
-    beam_search = _beam_search(message, limits) if message.HasField("beam_search") else None
+    beam_search = _beam_search(message, limits, defaults) if message.HasField("beam_search") else None
     return GenerateCall(
         request_id=_request_id(message.request_id, limits) or new_id(),
         model=message.model,
         prompt=_conversation(message) if message.WhichOneof("prompt") == "chat" else decode_prompt(message),
         target_prefix=message.target_prefix,
-        sampling=_sampling(message.sampling, limits),
-        stopping=_stopping(message.stopping, limits),
+        # A beam search samples nothing, and has no penalties.
+        sampling=_sampling(message.sampling, limits, defaults if beam_search is None else WIRE_DEFAULTS),
+        stopping=_stopping(message.stopping, limits, defaults),
         beam_search=beam_search,
         logprobs=_logprobs(message.response, "logprobs", limits),
         prompt_logprobs=_logprobs(message.response, "prompt_logprobs", limits),
@@ -107,14 +117,16 @@ def text_or_ids(message: Any, oneof: Literal["prompt", "target"]) -> str | tuple
     return value
 
 
-def _sampling(message: pb.SamplingParams, limits: RequestLimits) -> SamplingParams:
-    temperature = given(message, "temperature", 1.0)
-    top_p = given(message, "top_p", 1.0)
-    repetition = given(message, "repetition_penalty", 1.0)
+def _sampling(message: pb.SamplingParams, limits: RequestLimits, defaults: GenerationDefaults) -> SamplingParams:
+    temperature = given(message, "temperature", defaults.temperature)
+    top_p = given(message, "top_p", defaults.top_p)
+    top_k = given(message, "top_k", defaults.top_k)
+    min_p = given(message, "min_p", defaults.min_p)
+    repetition = given(message, "repetition_penalty", defaults.repetition_penalty)
     require("sampling.temperature", temperature, "must be finite and at least 0", valid=0 <= temperature < math.inf)
     require("sampling.top_p", top_p, "must be above 0 and at most 1", valid=0 < top_p <= 1)
-    require("sampling.top_k", message.top_k, "must be at least 0 (0 is off)", valid=message.top_k >= 0)
-    require_range("sampling.min_p", message.min_p, 0, 1)
+    require("sampling.top_k", top_k, "must be at least 0 (0 is off)", valid=top_k >= 0)
+    require_range("sampling.min_p", min_p, 0, 1)
     require("sampling.repetition_penalty", repetition, "must be above 0 and at most 2", valid=0 < repetition <= 2)
     require_range("sampling.presence_penalty", message.presence_penalty, -2, 2)
     require_range("sampling.frequency_penalty", message.frequency_penalty, -2, 2)
@@ -126,8 +138,8 @@ def _sampling(message: pb.SamplingParams, limits: RequestLimits) -> SamplingPara
     return SamplingParams(
         temperature=temperature,
         top_p=top_p,
-        top_k=message.top_k,
-        min_p=message.min_p,
+        top_k=top_k,
+        min_p=min_p,
         repetition_penalty=repetition,
         presence_penalty=message.presence_penalty,
         frequency_penalty=message.frequency_penalty,
@@ -138,7 +150,7 @@ def _sampling(message: pb.SamplingParams, limits: RequestLimits) -> SamplingPara
     )
 
 
-def _beam_search(message: Generating, limits: RequestLimits) -> BeamSearchParams:
+def _beam_search(message: Generating, limits: RequestLimits, defaults: GenerationDefaults) -> BeamSearchParams:
     asked = message.beam_search
     for field, value in message.sampling.ListFields():
         raise InvalidRequest(f"sampling.{field.name}", value, "must not be set with beam_search")
@@ -149,12 +161,12 @@ def _beam_search(message: Generating, limits: RequestLimits) -> BeamSearchParams
     require_range("beam_search.beam_size", size, 1, limits.max_beam_size)
     limit = f"must be from 1 to beam_search.beam_size, which is {size}"
     require("beam_search.num_hypotheses", number, limit, valid=1 <= number <= size)
-    penalty = given(asked, "length_penalty", 1.0)
-    require_range("beam_search.length_penalty", penalty, -_MAX_LENGTH_PENALTY, _MAX_LENGTH_PENALTY)
+    penalty = given(asked, "length_penalty", defaults.length_penalty)
+    require_range("beam_search.length_penalty", penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
     patience = given(asked, "patience", None)
     if patience is not None:
         require_range("beam_search.patience", patience, 0, MAX_PATIENCE)
-    ngram = asked.no_repeat_ngram_size
+    ngram = given(asked, "no_repeat_ngram_size", defaults.no_repeat_ngram_size)
     require("beam_search.no_repeat_ngram_size", ngram, "must be at least 0 (0 is off)", valid=ngram >= 0)
     return BeamSearchParams(
         beam_size=size,
@@ -165,10 +177,10 @@ def _beam_search(message: Generating, limits: RequestLimits) -> BeamSearchParams
     )
 
 
-def _stopping(message: pb.StoppingParams, limits: RequestLimits) -> StoppingParams:
+def _stopping(message: pb.StoppingParams, limits: RequestLimits, defaults: GenerationDefaults) -> StoppingParams:
     most = limits.max_generated_tokens
     # The default is at most what the operator allows.
-    max_tokens = given(message, "max_tokens", min(_DEFAULT_MAX_TOKENS, most))
+    max_tokens = given(message, "max_tokens", min(defaults.max_tokens, most))
     require_range("stopping.max_tokens", max_tokens, 1, most)
     limit = f"must be from 0 to stopping.max_tokens, which is {max_tokens}"
     require("stopping.min_tokens", message.min_tokens, limit, valid=0 <= message.min_tokens <= max_tokens)

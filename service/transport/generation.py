@@ -115,7 +115,7 @@ class GenerationServicer(GenerationServiceServicer):
 
     async def Estimate(self, request: pb.EstimateRequest, context: Context) -> pb.EstimateResponse:
         """Predicts what a request would cost, without running it."""
-        call = codec.decode_generate(request.request, self._limits)
+        call = self._decode_call(request.request)
         del request
         return analysis_codec.encode_estimate(await self._generator.estimate(call))
 
@@ -130,7 +130,10 @@ class GenerationServicer(GenerationServiceServicer):
 
     def _decode(self, request: pb.GenerateRequest | pb.GenerateStreamRequest) -> GenerateCall:
         with self._generator.counting_refusal(request.model):
-            return codec.decode_generate(request, self._limits)
+            return self._decode_call(request)
+
+    def _decode_call(self, request: pb.GenerateRequest | pb.GenerateStreamRequest) -> GenerateCall:
+        return codec.decode_generate(request, self._limits, self._models.defaults(request.model))
 
 
 def _tokenize(tokenizer: Tokenizer, encode: Callable[[str], Sequence[int]], text: str) -> pb.TokenizeResponse:

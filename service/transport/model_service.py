@@ -77,6 +77,11 @@ class ModelServicer(ModelServiceServicer):
             precision=model.manifest.precision,
             prefill_provider=model.manifest.device,
             kv_memory_used_bytes=kv_used_bytes,
+            generation_defaults=_copy(
+                pb.GenerationDefaults,
+                self._models.defaults(model.name),
+                patience=model.manifest.generation.patience,
+            ),
         )
 
     async def VerifyParity(self, request: pb.VerifyParityRequest, context: Context) -> pb.VerifyParityResponse:

@@ -208,7 +208,7 @@ class InferenceServicer(GRPCInferenceServiceServicer):
 
     def _run(self, call: InferCall, time_remaining: float | None, *, is_streamed: bool) -> AsyncGenerator[Any, None]:
         with self._generator.counting_refusal(call.request.model):
-            decoded = codec.decode_generate(call.request, self._limits)
+            decoded = codec.decode_generate(call.request, self._limits, self._models.defaults(call.request.model))
         return self._generator.run(decoded, time_remaining, is_streamed=is_streamed)
 
     async def _stream(

@@ -11,6 +11,7 @@ import pytest
 
 from model.spec.artifact import AttentionKind
 from model.spec.chat import Message
+from model.spec.generation import GenerationDefaults
 from onward.v1 import generation_pb2 as pb
 from service.config import RequestLimits
 from service.engine.types import (
@@ -133,6 +134,32 @@ def test_every_offered_field_is_read() -> None:
         timeout_seconds=2.5,
         partial_on_deadline=True,
     )
+
+
+def test_models_own_defaults_are_those_of_absent_fields_alone() -> None:
+    own = GenerationDefaults(
+        temperature=0.5, top_p=0.9, top_k=20, min_p=0.1, repetition_penalty=1.1, max_tokens=30, length_penalty=2.0,
+        no_repeat_ngram_size=3,
+    )  # fmt: skip
+    call = codec.decode_generate(pb.GenerateRequest(text="a"), LIMITS, own)
+    assert call.sampling == SamplingParams(temperature=0.5, top_p=0.9, top_k=20, min_p=0.1, repetition_penalty=1.1)
+    assert call.stopping == StoppingParams(max_tokens=30)
+    # Zero is a value, not an absent field.
+    given = pb.SamplingParams(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0)
+    stopping = pb.StoppingParams(max_tokens=256)
+    call = codec.decode_generate(pb.GenerateRequest(text="a", sampling=given, stopping=stopping), LIMITS, own)
+    assert call.sampling == SamplingParams(temperature=0.0)
+    assert call.stopping == StoppingParams(max_tokens=256)
+    limits = RequestLimits(max_generated_tokens=7)
+    assert codec.decode_generate(pb.GenerateRequest(text="a"), limits, own).stopping.max_tokens == 7
+    beams = pb.BeamSearchParams(beam_size=2)
+    call = codec.decode_generate(pb.GenerateRequest(text="a", beam_search=beams), LIMITS, own)
+    assert call.beam_search == BeamSearchParams(beam_size=2, length_penalty=2.0, patience=None, no_repeat_ngram_size=3)
+    # A request for beams cannot set `sampling`, so no default of it may apply.
+    assert call.sampling == SamplingParams()
+    beams = pb.BeamSearchParams(beam_size=2, length_penalty=1.0, no_repeat_ngram_size=0)
+    call = codec.decode_generate(pb.GenerateRequest(text="a", beam_search=beams), LIMITS, own)
+    assert call.beam_search == BeamSearchParams(beam_size=2, patience=None)
 
 
 def test_beam_search_that_says_nothing_but_its_size_gets_the_documented_defaults() -> None:

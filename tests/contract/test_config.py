@@ -11,6 +11,8 @@ import pytest
 from service.config import (
     Admission,
     AskConfig,
+    ChatConfig,
+    Defaults,
     ExplainConfig,
     HealthConfig,
     Kernels,
@@ -57,6 +59,7 @@ GIVEN: dict[str, tuple[str, object]] = {
     "slo_e2e_latency": ("5,5.0", (5.0,)),
     "max_batch_size": ("4", 4),
     "max_queue_size": ("0", 0),
+    "generation_defaults": ("None", Defaults.NONE),
     "admission": ("Off", Admission.OFF),
     "prefill_chunk": ("16", 16),
     "device": ("CUDA", Device.CUDA),
@@ -103,11 +106,17 @@ GIVEN: dict[str, tuple[str, object]] = {
 
 
 CONNECTION = ("target", "api_key_file", "ca_certificate", "client_certificate", "client_key", "server_name")
+GENERATION = (
+    "system", "timeout_seconds", "partial_on_deadline", "priority", "temperature", "top_p", "top_k", "min_p",
+    "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "logit_bias", "allowed_token_ids",
+    "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop_in_output",
+)  # fmt: skip
 CLIENT_FLAGS: dict[type, tuple[str, ...]] = {
     AskConfig: (
-        *CONNECTION, "stream", "max_tokens", "temperature", "seed", "n", "beam_size", "timeout_seconds",
-        "partial_on_deadline",
+        *CONNECTION, *GENERATION, "chat", "target_prefix", "stream", "n", "beam_size", "length_penalty", "patience",
+        "no_repeat_ngram_size",
     ),
+    ChatConfig: (*CONNECTION, *GENERATION),
     ExplainConfig: (
         *CONNECTION, "target_text", "max_tokens", "html", "svg", "layers", "heads", "timeout_seconds",
     ),

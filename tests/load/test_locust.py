@@ -5,6 +5,7 @@ Locust patches its interpreter, so it always runs in a child process.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import subprocess
@@ -28,6 +29,7 @@ from tests.environment import ROOT, environment
 from tests.load.fake_server import fake_server, fake_servers, read_log
 from tests.load.observed import SCALES, delays, holds, pairs
 from tests.ports import free_port
+from tests.servers import running, served_model
 
 TIMEOUT_SECONDS = 240
 SHORT = ("--prompt-tokens", "8", "--max-tokens", "5")
@@ -361,4 +363,19 @@ def test_an_impossible_run_is_refused_in_a_line(words: tuple[str, ...], said: st
     code, out = run(*words)
     assert said in out
     assert code == 2
+    assert "Traceback" not in out
     assert "gevent" not in sys.modules
+
+
+async def test_run_on_one_of_several_models_needs_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running([served_model("dates"), served_model("stdlib")]) as server:
+        host = f"{server.endpoint.host}:{server.endpoint.port}"
+        words = ("--host", host, "--num-prompts", "2", *SHORT)
+        code, out = await asyncio.to_thread(run, *words)
+        assert (code, out.splitlines()[-1]) == (
+            2, f"{host} serves several models, name one with --model or LOCUST_MODEL: dates, stdlib"
+        )  # fmt: skip
+        monkeypatch.setenv("LOCUST_MODEL", "stdlib")
+        code, out = await asyncio.to_thread(run, *words)
+        assert code == 0, out
+        assert server.ended("stdlib") == {"length": 2}

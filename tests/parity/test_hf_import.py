@@ -32,7 +32,7 @@ from model.hf.importer import FAMILIES, plan, write
 from model.nn.transformer import build, num_parameters
 from model.spec.artifact import Device, KVFormat, KVPrecision, Precision
 from model.spec.chat import Message
-from model.spec.generation import GENERATION, GenerationRules
+from model.spec.generation import GENERATION, GenerationDefaults, GenerationRules
 from model.spec.tokenizer import Tokenizer
 from model.tokenizer_training import one_word_per_id
 from model.training.presets import resolve
@@ -218,17 +218,43 @@ def test_import_command_says_what_it_did_and_its_checkpoint_exports(
     assert said["has_chat_template"]
     assert said["num_parameters"] == sum(tensor.size for tensor in llama_tensors().values())
     assert "temperature 0.6" in err
+    assert "reading" in err.splitlines()[2]
     artifact = tmp_path / "models" / "imported"
     assert export_main([str(tmp_path / "ours"), "--out", str(artifact)]) == 0
     manifest = json.loads((artifact / "manifest.json").read_text())
     assert manifest["eos_ids"] == [2, 7]
     (served,) = load_models(tmp_path / "models")
+    assert served.manifest.generation_defaults == GenerationDefaults(temperature=0.6)
     text = served.prompt_tokenizer.encode_plain("user: <bos>\n")
     assert served.encode_prompt(Conversation((Message("user", "<bos>"),))) == (1, *text)
     (artifact / "chat.json").write_text('{"template": "{% for %}", "variables": {}}')
     rehash(artifact)
     with pytest.raises(StartupError, match=r"chat\.json: cannot be compiled"):
         load_models(tmp_path / "models")
+
+
+def test_model_in_the_hubs_cache_is_found_by_its_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository = tmp_path / "hub" / "models--Some--Model-0.1B"
+    blobs, snapshot = repository / "blobs", repository / "snapshots" / "0abc"
+    write_folder(blobs)
+    snapshot.mkdir(parents=True)
+    for blob in blobs.iterdir():
+        (snapshot / blob.name).symlink_to(Path("../../blobs") / blob.name)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0abc")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert main(["import", "Some/Model-0.1B", "--out", str(tmp_path / "ours")]) == 0
+    assert checkpoint.load(tmp_path / "ours").training["imported"]["folder"] == "Some/Model-0.1B"
+    capsys.readouterr()
+    assert main(["import", "Some/Other", "--out", str(tmp_path / "other")]) == 2
+    assert str(tmp_path / "hub") in capsys.readouterr().err
+    # Links still may not leave the model's own part of the cache.
+    (snapshot / "config.json").unlink()
+    (snapshot / "config.json").symlink_to(tmp_path / "ours" / "config.json")
+    assert main(["import", "Some/Model-0.1B", "--out", str(tmp_path / "other")]) == 2
+    assert "config.json is a link out of the folder" in capsys.readouterr().err
 
 
 def test_import_command_lists_every_problem_and_writes_nothing(

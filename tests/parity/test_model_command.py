@@ -79,6 +79,25 @@ def test_training_dates_leaves_a_checkpoint_and_one_json_line(
     assert checkpoint.load(tmp_path).training["data"]["name"] == "dates"
 
 
+def test_training_does_not_replace_another_run_without_a_flag(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = [*TINY, "--set", "steps=2", "--set", "max_examples=200"]
+    (tmp_path / "resume.safetensors").write_bytes(b"state")
+    (tmp_path / "best").mkdir()
+    (tmp_path / "best" / "config.json").write_text("best")
+    assert main(["train", "dates", *overrides, "--out", str(tmp_path)]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    for words in ("resume.safetensors, best", "--resume", "--overwrite"):
+        assert words in said
+    assert (tmp_path / "resume.safetensors").read_bytes() == b"state"
+    assert (tmp_path / "best" / "config.json").read_text() == "best"
+    assert main(["train", "dates", *overrides, "--out", str(tmp_path), "--overwrite"]) == 0
+    assert not (tmp_path / "best").exists()
+    # Nor a run that has ended.
+    assert main(["train", "dates", *overrides, "--out", str(tmp_path)]) == 2
+
+
 def test_training_stdlib_reaches_the_whole_context(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,6 +131,7 @@ def test_every_problem_of_a_recipe_is_in_one_line(tmp_path: Path, capsys: pytest
         ("init", "law", "--out", "x", "--seed", "-1"),
         ("init", "law", "--out", "x", "--resume"),
         ("train", "dates", "--dry-run", "--overfit-one-batch"),
+        ("train", "dates", "--out", "x", "--resume", "--overwrite"),
         ("evaluate", "x"),
     ],
 )
@@ -185,7 +205,8 @@ def test_what_fails_in_another_process_alone_is_said_by_that_one(
 
     monkeypatch.setattr("model.training.trainer.train", train)
     monkeypatch.setattr("model.training.parallel.start", start)
-    assert main(["train", "dates", "--out", str(tmp_path)]) == 1
+    # There is no group of processes to agree that the folder is free.
+    assert main(["train", "dates", "--out", str(tmp_path), "--overwrite"]) == 1
     assert capsys.readouterr().err.splitlines() == ([] if says is None else [f"python -m model: {says}"])
 
 

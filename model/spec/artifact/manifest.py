@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import Any
 
 from model.spec.config import AttentionScore, ConfigError, ModelConfig
-from model.spec.generation import NO_RULES, GenerationError, GenerationRules
+from model.spec.generation import NO_RULES, GenerationDefaults, GenerationError, GenerationRules, read_defaults
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -158,7 +158,8 @@ class Manifest:
 
     `eos_ids` end a sequence; `pad_id` fills; `decoder_start_id` opens an encoder-decoder's output; `generation` holds
     the model's further rules. `training` is the checkpoint's run manifest and `versions` the software that exported,
-    both for people. `kv_cache` and `generation` are optional: manifests of earlier versions lack them.
+    both for people except for `generation_defaults`. `kv_cache` and `generation` are optional: manifests of earlier
+    versions lack them.
     """
 
     config: ModelConfig
@@ -181,6 +182,17 @@ class Manifest:
         """Whether the same kernels give the same logits in any batch and chunks: slots on a CPU, dot-product scores."""
         in_slots = self.device is Device.CPU and self.kv_cache.layout is KVLayout.SLOTS
         return in_slots and self.config.attention_score is AttentionScore.DOT
+
+    @property
+    def generation_defaults(self) -> GenerationDefaults:
+        """The model's own defaults of a request's fields.
+
+        Read from the import's record in `training`: earlier versions would refuse a new field.
+        """
+        imported = self.training.get("imported")
+        recorded = imported.get("generation_defaults") if isinstance(imported, Mapping) else None
+        own = recorded if isinstance(recorded, Mapping) else {}
+        return read_defaults(own, is_encoder_decoder=self.config.is_encoder_decoder)
 
     def to_json(self) -> str:
         """The text of manifest.json."""

@@ -10,7 +10,7 @@ import pytest
 
 from onward.v1 import generation_pb2 as pb
 from service.commands import ask as client
-from service.config import AskConfig
+from service.config import AskConfig, parse
 
 DELTA = pb.GenerateStreamResponse(delta=pb.GenerateStreamResponse.Delta(text="hello"))
 requests: list[pb.GenerateStreamRequest] = []
@@ -54,13 +54,13 @@ def ask(
             pass
 
         def GenerateStream(self, request: Any, timeout: float | None, metadata: Any) -> Call:  # noqa: N802
-            assert timeout is None
             requests.append(request)
             return Call()
 
     monkeypatch.setattr("onward.methods.GenerationServiceStub", Stub)
     out, err = io.StringIO(), io.StringIO()
-    status = client.ask(AskConfig(model="m", text="a", stream=True, **options), out, err)
+    config = options.pop("config", None) or AskConfig(model="m", text="a", stream=True, **options)
+    status = client.ask(config, out, err)
     return status, out.getvalue(), err.getvalue()
 
 
@@ -99,3 +99,60 @@ def test_beams_are_asked_for_in_place_of_draws(monkeypatch: pytest.MonkeyPatch) 
     assert not ask_beams.sampling.ListFields()
     assert ask_draws.sampling == pb.SamplingParams(n=2)
     assert not ask_draws.HasField("beam_search")
+
+
+# Each flag of a request, and the field that it sets. Others are of the connection and the output.
+FLAGS = {
+    "--priority 5": pb.GenerateStreamRequest(priority=5),
+    "--timeout-seconds 2.5": pb.GenerateStreamRequest(timeout_seconds=2.5),
+    "--partial-on-deadline": pb.GenerateStreamRequest(partial_on_deadline=True),
+    "--target-prefix b": pb.GenerateStreamRequest(target_prefix="b"),
+    "--temperature 0": pb.GenerateStreamRequest(sampling=pb.SamplingParams(temperature=0)),
+    "--top-p 0.5": pb.GenerateStreamRequest(sampling=pb.SamplingParams(top_p=0.5)),
+    "--top-k 0": pb.GenerateStreamRequest(sampling=pb.SamplingParams(top_k=0)),
+    "--min-p 0.1": pb.GenerateStreamRequest(sampling=pb.SamplingParams(min_p=0.1)),
+    "--repetition-penalty 1.5": pb.GenerateStreamRequest(sampling=pb.SamplingParams(repetition_penalty=1.5)),
+    "--presence-penalty -1": pb.GenerateStreamRequest(sampling=pb.SamplingParams(presence_penalty=-1)),
+    "--frequency-penalty 2": pb.GenerateStreamRequest(sampling=pb.SamplingParams(frequency_penalty=2)),
+    "--seed 0": pb.GenerateStreamRequest(sampling=pb.SamplingParams(seed=0)),
+    "--n 2": pb.GenerateStreamRequest(sampling=pb.SamplingParams(n=2)),
+    "--logit-bias 4=-100,5=2.5": pb.GenerateStreamRequest(sampling=pb.SamplingParams(logit_bias={4: -100, 5: 2.5})),
+    "--allowed-token-ids 4,5": pb.GenerateStreamRequest(sampling=pb.SamplingParams(allowed_token_ids=[4, 5])),
+    "--max-tokens 3": pb.GenerateStreamRequest(stopping=pb.StoppingParams(max_tokens=3)),
+    "--min-tokens 3": pb.GenerateStreamRequest(stopping=pb.StoppingParams(min_tokens=3)),
+    "--stop [x": pb.GenerateStreamRequest(stopping=pb.StoppingParams(stop=["[x"])),
+    '--stop ["x","y"]': pb.GenerateStreamRequest(stopping=pb.StoppingParams(stop=["x", "y"])),
+    "--stop-token-ids 4,5": pb.GenerateStreamRequest(stopping=pb.StoppingParams(stop_token_ids=[4, 5])),
+    "--ignore-eos": pb.GenerateStreamRequest(stopping=pb.StoppingParams(ignore_eos=True)),
+    "--include-stop-in-output": pb.GenerateStreamRequest(stopping=pb.StoppingParams(include_stop_in_output=True)),
+    "--beam-size 2": pb.GenerateStreamRequest(beam_search=pb.BeamSearchParams(beam_size=2)),
+    "--length-penalty 0": pb.GenerateStreamRequest(beam_search=pb.BeamSearchParams(length_penalty=0)),
+    "--patience 0": pb.GenerateStreamRequest(beam_search=pb.BeamSearchParams(patience=0)),
+    "--no-repeat-ngram-size 0": pb.GenerateStreamRequest(beam_search=pb.BeamSearchParams(no_repeat_ngram_size=0)),
+}
+
+
+@pytest.mark.parametrize("flags", FLAGS)
+def test_flag_sets_its_field_alone(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = parse(["ask", "m", "a", "--stream", *flags.split()], {})
+    monkeypatch.setattr("onward.retries.Attempts.left_seconds", getattr(config, "timeout_seconds", None))
+    assert ask(monkeypatch, [SUMMARY], config=config)[0] == 0
+    expected = pb.GenerateStreamRequest(model="m", text="a")
+    expected.MergeFrom(FLAGS[flags])
+    sent = requests[0]
+    # A group without a field says nothing.
+    if not expected.HasField("stopping"):
+        assert not sent.stopping.ListFields()
+        sent.ClearField("stopping")
+    assert sent == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "roles"), [(["--chat"], ["user"]), (["--system", "s"], ["system", "user"]), ([], [])]
+)
+def test_text_is_a_message_of_a_conversation_where_that_is_asked(
+    flags: list[str], roles: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask(monkeypatch, [SUMMARY], config=parse(["ask", "m", "a", "--stream", *flags], {}))
+    assert [message.role for message in requests[0].chat.messages] == roles
+    assert requests[0].text == ("" if roles else "a")

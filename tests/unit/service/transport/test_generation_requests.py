@@ -18,7 +18,8 @@ from service.transport.generation import GenerationServicer
 class Request:
     """A request with the fields that the servicer reads itself. Messages of protobuf know no weak references."""
 
-    model, side, text, token_ids, request = "fake", pb.TEXT_SIDE_UNSPECIFIED, "ab", (1, 2), None
+    model, side, text, token_ids = "fake", pb.TEXT_SIDE_UNSPECIFIED, "ab", (1, 2)
+    request = SimpleNamespace(model="fake")
 
     def HasField(self, name: str) -> bool:  # noqa: N802 (protobuf's)
         return False
@@ -50,7 +51,7 @@ async def test_no_method_holds_its_request_while_it_waits(method: str, monkeypat
     backend: Any = SimpleNamespace(
         run=parts, score=answer, estimate=answer, explain=answer, counting_refusal=lambda _: nullcontext()
     )
-    models: Any = SimpleNamespace(resolve=lambda _: model)
+    models: Any = SimpleNamespace(resolve=lambda _: model, defaults=lambda _: None)
     texts: Any = SimpleNamespace(run=answer)
     servicer = GenerationServicer(backend, backend, models, RequestLimits(), texts)
     context: Any = SimpleNamespace(time_remaining=lambda: None)
