@@ -22,6 +22,7 @@ from service.config.client import (
     explain_problems,
 )
 from service.config.options import flag, is_unicode, options, variable
+from service.config.plan import PlanConfig
 from service.config.serve import (
     Admission,
     Kernels,
@@ -36,10 +37,10 @@ from service.errors import StartupError
 
 __all__ = [
     "Admission", "AskConfig", "ConnectionConfig", "ExplainConfig", "HealthConfig", "Kernels", "LogLevel",
-    "MetricsCompat", "RequestLimits", "ServeConfig", "Telemetry", "TraceConfig", "flag", "options", "variable",
+    "MetricsCompat", "PlanConfig", "RequestLimits", "ServeConfig", "Telemetry", "TraceConfig", "flag", "options", "variable",
 ]  # fmt: skip
 
-Config = ServeConfig | AskConfig | ExplainConfig | HealthConfig | TraceConfig
+Config = ServeConfig | PlanConfig | AskConfig | ExplainConfig | HealthConfig | TraceConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +61,7 @@ _COMMANDS: Mapping[str, _Command] = {
     "serve": _Command(
         config=ServeConfig, limits=RequestLimits, problems=serve_problems, help="serve every model of a folder"
     ),
+    "plan": _Command(config=PlanConfig, positionals=("folder",), help="print the memory that serving a model takes"),
     "ask": _Command(config=AskConfig, positionals=("model", "text"), help="ask a served model"),
     "explain": _Command(
         config=ExplainConfig,
@@ -70,7 +72,11 @@ _COMMANDS: Mapping[str, _Command] = {
     "health": _Command(config=HealthConfig, help="exit with 0 if a server answers requests, with 1 if not"),
     "trace": _Command(config=TraceConfig, help="write a server's flight recorder to a file for Perfetto"),
 }
-_POSITIONALS = {"model": "the model's name", "text": "the prompt or source text"}
+_POSITIONALS = {
+    "folder": "an artifact, a folder of artifacts, or a checkpoint that is not exported yet",
+    "model": "the model's name",
+    "text": "the prompt or source text",
+}
 
 
 def keep_tokenizers_on_their_threads() -> None:
