@@ -289,9 +289,10 @@ def _step_bytes(config: ModelConfig, num_rows: int, num_chunked: int) -> int:
 def _weight_bytes(config: ModelConfig, precision: Precision) -> int:
     """Weights in an artifact's files: products with them in `precision`, tables in float32.
 
-    A tied head has a copy of the table in `precision`, and the encoder's graph its own table.
+    A quantized head that is tied to the table has a copy of it. The encoder's graph has a table of its own.
     """
-    head = config.d_model * config.vocab_size
+    is_shared = config.tie_embeddings and precision is Precision.FP32
+    head = 0 if is_shared else config.d_model * config.vocab_size
     products = num_parameters(config) - num_embedding_parameters(config) + head
     tokens = config.vocab_size + (config.source_vocab_size if config.is_encoder_decoder else 0)
     positions = config.context + (config.source_context if config.is_encoder_decoder else 0)

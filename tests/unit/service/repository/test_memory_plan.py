@@ -16,7 +16,7 @@ from service.repository import loading
 from service.repository.loading import share_memory
 from service.repository.memory_plan import PROCESS_BYTES, MemoryPlan, as_flag, expected_manifest, plan_memory
 from tests.artifacts import tiny_artifact, tiny_checkpoint, tiny_config
-from tests.served import served_model
+from tests.servers import served_model
 
 ROWS, CHUNK = 4, 64
 WEIGHTS = 300 << 20
