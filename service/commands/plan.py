@@ -102,7 +102,7 @@ def _artifacts(folder: Path) -> Iterator[Path]:
 def _read(folder: Path) -> Manifest:
     manifest = read_manifest(artifact_folder(folder, Device.CPU))
     if manifest.device is BuiltFor.CUDA:
-        raise StartupError([f"{folder} is for {BuiltFor.CUDA}: on a GPU `serve` takes what is free; plans are for a CPU"])
+        raise StartupError([f"{folder} is for {BuiltFor.CUDA}: a plan is for a CPU, a GPU's free memory is used"])
     return manifest
 
 

@@ -37,7 +37,8 @@ from service.errors import StartupError
 
 __all__ = [
     "Admission", "AskConfig", "ConnectionConfig", "ExplainConfig", "HealthConfig", "Kernels", "LogLevel",
-    "MetricsCompat", "PlanConfig", "RequestLimits", "ServeConfig", "Telemetry", "TraceConfig", "flag", "options", "variable",
+    "MetricsCompat", "PlanConfig", "RequestLimits", "ServeConfig", "Telemetry", "TraceConfig", "flag", "options",
+    "variable",
 ]  # fmt: skip
 
 Config = ServeConfig | PlanConfig | AskConfig | ExplainConfig | HealthConfig | TraceConfig

@@ -34,7 +34,7 @@ class PlanConfig:
     """The options of `plan`. `folder` is an artifact, a folder of artifacts, or a checkpoint."""
 
     folder: str
-    memory: Annotated[int | None, _memory("bytes for the server, as in 4GiB; default: what is available", num_bytes)] = (
+    memory: Annotated[int | None, _memory("bytes for the server, as in 4GiB; default: those available", num_bytes)] = (
         None
     )
     kv_memory: Annotated[int | None, _memory("bytes of K/V; default: what `serve` would choose", num_bytes)] = None

@@ -194,7 +194,7 @@ class ServeConfig:
     kv_memory: Annotated[
         int | None,
         _memory(
-            "bytes of K/V of all models, as in 2GiB; default: all sequences at full length, or what memory has room for",
+            "bytes of K/V of all models, as in 2GiB; default: all sequences at full length, or what fits into memory",
             num_bytes,
         ),
     ] = None

@@ -122,7 +122,9 @@ class MemoryPlan:
     def prefaulted(self) -> int:
         """Pre-faulted memory, with K/V divided in proportion."""
         return sum(
-            min(MAX_PREFAULT_BYTES, min(self.kv_bytes * each.whole_kv // self.whole_kv, each.whole_kv) // PREFAULT_SHARE)
+            min(
+                MAX_PREFAULT_BYTES, min(self.kv_bytes * each.whole_kv // self.whole_kv, each.whole_kv) // PREFAULT_SHARE
+            )
             for each in self.models.values()
             if each.is_prefaulted
         )
