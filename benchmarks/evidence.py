@@ -92,6 +92,7 @@ TABLES = (
     Table("scaling", "loadtest scaling --docs", 11),
     Table("soak", "benchmarks run soak --docs", 26),
     Table("translation", "benchmarks run translation --docs", 35),
+    Table("shapes", "benchmarks run shapes --docs", 50),
     *(Table(f"bench-{model}", f"{_BENCH.format(model)} --docs --name bench-{model}", 60) for model in _COMPARED),
 )
 
@@ -169,6 +170,12 @@ def _translation(results: Results) -> str:
     )
 
 
+def _shapes(results: Results) -> str:
+    errors = [row["planned_bytes"] / row["peak_bytes"] - 1 for row in results["rows"]]
+    names = ", ".join(dict.fromkeys(row["model"] for row in results["rows"]))
+    return f"{min(errors):+.1%} to {max(errors):+.1%} ({names}; int8, int4)"
+
+
 def _scaling(results: Results) -> str:
     prefill = results["prefill"]
     low, middle, high = (1e9 * prefill[name] for name in ("c_low", "c", "c_high"))
@@ -230,6 +237,7 @@ CLAIMS = (
     Claim("what attention costs in a prompt of n tokens", "scaling", _scaling),
     Claim("memory in MB an hour under load with cancels", "soak", _soak),
     Claim("translation for 32 users over CTranslate2's best batching", "translation", _translation, rank=2),
+    Claim("random weights in true shapes: the memory plan beside the measured peak", "shapes", _shapes),
     *(
         Claim(
             f"`{model}` over the best of five peers in any precision",

@@ -1,4 +1,4 @@
-"""`python -m service serve …`, `ask MODEL TEXT …`, `chat MODEL …`, `explain MODEL TEXT …`, `health` and `trace`.
+"""`python -m service serve …`, `plan FOLDER …`, `ask MODEL TEXT …`, `chat MODEL …`, `explain MODEL TEXT …`, `health`, `trace`.
 
 Exit status: 0 done, 1 failed while running, 2 refused to start.
 """
@@ -19,6 +19,7 @@ from service.config import (
     ChatConfig,
     ExplainConfig,
     HealthConfig,
+    PlanConfig,
     ServeConfig,
     TraceConfig,
     parse_command_line,
@@ -48,6 +49,10 @@ def main(argv: Sequence[str], *, is_own_process: bool = False) -> int:
                     _end(_serve(config))
                 return _serve(config)
             # Imported late: asking a server must not load the serving stack, nor serving a client.
+            case PlanConfig():
+                from service.commands.plan import plan
+
+                return plan(config)
             case AskConfig():
                 from service.commands.ask import ask
 

@@ -37,6 +37,7 @@ class _Verb:
 
 _VERBS = {
     "serve": _Verb("serve every model of a folder", "service.__main__", "cpu"),
+    "plan": _Verb("the memory that serving a model takes", "service.__main__", "core"),
     "ask": _Verb("ask a served model", "service.__main__", "core"),
     "chat": _Verb("have a conversation with a served model", "service.__main__", "core"),
     "explain": _Verb("draw a served model's attention", "service.__main__", "core"),

@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "serve" / "flags.md"
 COMMANDS = (
-    *(f"service {verb}" for verb in ("serve", "ask", "explain", "health", "trace")),
+    *(f"service {verb}" for verb in ("serve", "plan", "ask", "chat", "explain", "health", "trace")),
     *(f"model {verb}" for verb in ("train", "evaluate", "init", "import")),
     "export",
     "export verify",

@@ -26,6 +26,7 @@ from service.config.client import (
     explain_problems,
 )
 from service.config.options import flag, is_unicode, options, variable
+from service.config.plan import PlanConfig
 from service.config.serve import (
     Admission,
     Defaults,
@@ -41,11 +42,11 @@ from service.errors import StartupError
 
 __all__ = [
     "Admission", "AskConfig", "ChatConfig", "ConnectionConfig", "Defaults", "ExplainConfig", "GenerationConfig",
-    "HealthConfig", "Kernels", "LogLevel", "MetricsCompat", "RequestLimits", "ServeConfig", "Telemetry", "TraceConfig",
-    "flag", "options", "variable",
+    "HealthConfig", "Kernels", "LogLevel", "MetricsCompat", "PlanConfig", "RequestLimits", "ServeConfig", "Telemetry",
+    "TraceConfig", "flag", "options", "variable",
 ]  # fmt: skip
 
-Config = ServeConfig | AskConfig | ChatConfig | ExplainConfig | HealthConfig | TraceConfig
+Config = ServeConfig | PlanConfig | AskConfig | ChatConfig | ExplainConfig | HealthConfig | TraceConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +67,7 @@ _COMMANDS: Mapping[str, _Command] = {
     "serve": _Command(
         config=ServeConfig, limits=RequestLimits, problems=serve_problems, help="serve every model of a folder"
     ),
+    "plan": _Command(config=PlanConfig, positionals=("folder",), help="print the memory that serving a model takes"),
     "ask": _Command(config=AskConfig, positionals=("model", "text"), help="ask a served model"),
     "chat": _Command(config=ChatConfig, positionals=("model",), help="have a conversation with a served model"),
     "explain": _Command(
@@ -77,7 +79,11 @@ _COMMANDS: Mapping[str, _Command] = {
     "health": _Command(config=HealthConfig, help="exit with 0 if a server answers requests, with 1 if not"),
     "trace": _Command(config=TraceConfig, help="write a server's flight recorder to a file for Perfetto"),
 }
-_POSITIONALS = {"model": "the model's name", "text": "the prompt or source text"}
+_POSITIONALS = {
+    "folder": "an artifact, a folder of artifacts, or a checkpoint that is not exported yet",
+    "model": "the model's name",
+    "text": "the prompt or source text",
+}
 
 
 def keep_tokenizers_on_their_threads() -> None:

@@ -37,7 +37,7 @@ _access = partial(Option, "access")
 _observe = partial(Option, "observability")
 
 # On a CPU every stream waits while a chunk is computed. A GPU takes as long for about this many tokens as for a few.
-_CHUNK_ON_CPU = 128
+CHUNK_ON_CPU = 128
 _CHUNK_ON_CUDA = 2048
 
 
@@ -167,7 +167,7 @@ class ServeConfig:
     ] = Defaults.MODEL
     prefill_chunk: Annotated[
         int | None,
-        _engine(f"prompt tokens per step; default: {_CHUNK_ON_CPU}, on a GPU {_CHUNK_ON_CUDA}", integer(1, 65536)),
+        _engine(f"prompt tokens per step; default: {CHUNK_ON_CPU}, on a GPU {_CHUNK_ON_CUDA}", integer(1, 65536)),
     ] = None
     device: Annotated[
         Device,
@@ -209,7 +209,7 @@ class ServeConfig:
     kv_memory: Annotated[
         int | None,
         _memory(
-            "bytes of K/V of all models, as in 2GiB; default: all sequences at full length, or a GPU's free memory",
+            "bytes of K/V of all models, as in 2GiB; default: all sequences at full length, or what fits into memory",
             num_bytes,
         ),
     ] = None
@@ -269,7 +269,7 @@ class ServeConfig:
         """`prefill_chunk`, or the device's best."""
         if self.prefill_chunk is not None:
             return self.prefill_chunk
-        return _CHUNK_ON_CUDA if self.device is Device.CUDA else _CHUNK_ON_CPU
+        return _CHUNK_ON_CUDA if self.device is Device.CUDA else CHUNK_ON_CPU
 
     @property
     def telemetry(self) -> Telemetry:

@@ -119,7 +119,8 @@ def _limit_memory(folder: Path, config: ServeConfig) -> None:
     kv_bytes = needs.whole if config.kv_memory is None else config.kv_memory
     num_threads = (os.cpu_count() or 1) + (config.threads or 0)
     num_bytes = _LIBRARY_BYTES + num_threads * _THREAD_BYTES + _WEIGHT_FACTOR * weight_bytes(manifest)
-    num_bytes += 2 * (kv_bytes + needs.besides)
+    # Rows reserve address space at full length, whatever they may hold.
+    num_bytes += 2 * (max(kv_bytes, needs.whole) + needs.besides)
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     if hard != resource.RLIM_INFINITY:
         num_bytes = min(num_bytes, hard)

@@ -7,6 +7,7 @@ thread.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -35,7 +36,7 @@ from service.config import Admission, Kernels, ServeConfig
 from service.engine.engine import Engine, LastRun
 from service.engine.factory import build_engine
 from service.engine.kv.budget import MemoryNeeds, graph_weight_bytes, memory_needs
-from service.engine.kv.process_memory import memory_limit, resident_bytes
+from service.engine.kv.process_memory import available_memory, memory_limit, resident_bytes
 from service.engine.scheduler import EngineLimits
 from service.engine.sessions.cuda_provider import cuda_free_bytes
 from service.engine.sessions.session import SessionOptions
@@ -44,7 +45,10 @@ from service.errors import StartupError
 from service.forecasting.admission import PATIENCE_SECONDS
 from service.repository.devices import artifact_folder, choose_device
 from service.repository.kv_pool import KVPool
+from service.repository.memory_plan import MemoryPlan, in_units, plan_memory
 from service.repository.models import ServedModel
+
+_LOGGER = logging.getLogger(__name__)
 
 _Item = TypeVar("_Item")
 _Loaded = TypeVar("_Loaded")
@@ -109,14 +113,18 @@ def check_room(manifest: Manifest, config: ServeConfig, kv_bytes: int) -> None:
 def share_memory(models: Iterable[ServedModel], config: ServeConfig) -> KVPool:
     """Deals out the K/V memory to the models that are served from the start.
 
+    Without `kv_memory` every model gets all rows at full length, or all of them share what memory has room for.
+
     Raises:
-        StartupError: when it is not enough for all of them, with the numbers.
+        StartupError: when memory is not enough for all of them, with the numbers.
     """
     models = tuple(models)
     needs = {model.name: needs_of(model.manifest, config) for model in models}
     shares = dict(config.kv_shares)
     if not any(model.manifest.device is BuiltFor.CUDA for model in models):
-        return KVPool(config.kv_memory, shares, memory_limit(), needs)
+        plan = _plan_on_cpu(models, config)
+        num_bytes = plan.kv_bytes if plan.is_cut else config.kv_memory
+        return KVPool(num_bytes, shares, memory_limit(), needs)
     free_bytes = cuda_free_bytes()
     besides = sum(need.besides for need in needs.values())
     room = free_bytes - besides
@@ -127,6 +135,35 @@ def share_memory(models: Iterable[ServedModel], config: ServeConfig) -> KVPool:
     if num_bytes is None and sum(need.whole for need in needs.values()) > room:
         num_bytes = room
     return KVPool(num_bytes, shares, free_bytes, needs)
+
+
+def _plan_on_cpu(models: Iterable[ServedModel], config: ServeConfig) -> MemoryPlan:
+    """The memory plan, logged. What the operator sets is refused only where memory can never hold it."""
+    manifests = {model.name: model.manifest for model in models}
+    available = available_memory()
+    memory = available if config.kv_memory is None else memory_limit()
+    plan = plan_memory(manifests, config.max_batch_size, config.chunk_tokens, memory, config.kv_memory)
+    if not manifests:
+        return plan
+    # A large model's weights are most of it, so that this line says why K/V are what they are.
+    _LOGGER.info(
+        "memory: %s once K/V are full, of %s available: K/V %s, pre-faulted %s; %s",
+        in_units(plan.peak),
+        "unknown" if available is None else in_units(available),
+        in_units(plan.kv_bytes),
+        in_units(plan.prefaulted),
+        plan.describe(),
+    )
+    if config.kv_memory is None and plan.is_cut:
+        _LOGGER.warning(
+            "K/V get %s, as %d rows at full length would take %s: fewer long requests run at once; --kv-memory sets it",
+            in_units(plan.kv_bytes),
+            plan.max_batch_size,
+            in_units(plan.whole_kv),
+        )
+    elif available is not None and plan.peak > available:
+        _LOGGER.warning("%s of memory are available, less than --kv-memory asks for", in_units(available))
+    return plan
 
 
 def build_engines(

@@ -15,6 +15,11 @@ from service.engine.kv.process_memory import memory_limit
 from service.engine.kv.reservations import KVBudget
 from service.errors import StartupError
 
+MAX_PREFAULT_BYTES = 128 << 20
+"""The most pre-faulted memory of a model."""
+PREFAULT_SHARE = 8
+"""Pre-faulted memory is at most one part in so many of the K/V budget."""
+
 _FLOAT_BYTES = 4
 # An id and a logit.
 _CANDIDATE_BYTES = 12
@@ -22,9 +27,6 @@ _CANDIDATE_BYTES = 12
 _WORKSPACE_BYTES = 128 << 20
 # One CUDA graph: its launches and its kernels' own memory. An estimate.
 _RECORD_BYTES = 8 << 20
-# Pre-faulted memory: at most this much, and this share of the K/V budget.
-_PREFAULT_BYTES = 128 << 20
-_PREFAULT_SHARE = 8
 # CUDA's libraries, and fragmentation of the device's memory.
 _LIBRARY_BYTES = 1 << 30
 
@@ -51,7 +53,7 @@ def memory_needs(manifest: Manifest, num_slots: int, max_prefill_tokens: int) ->
         besides = weight_bytes(manifest) + overhead + _LIBRARY_BYTES
     else:
         num_chunked = 0 if manifest.config.is_encoder_decoder else max_prefill_tokens
-        besides = _logits_bytes(manifest, num_slots + num_chunked) + num_chunked * budget.token_bytes
+        besides = logits_bytes(manifest, num_slots + num_chunked) + num_chunked * budget.token_bytes
         besides += prefault_bytes(manifest, budget, num_slots)
     return MemoryNeeds(whole=budget.num_bytes, least=_full_row_bytes(manifest, budget), besides=besides)
 
@@ -62,10 +64,15 @@ def prefault_bytes(manifest: Manifest, budget: KVBudget, num_slots: int) -> int:
     None for blocks, which are shared instead of copied, and for encoder-decoders, whose copies vary in size. A budget
     beyond all rows at full length gets no more than `memory_needs` counts.
     """
-    if manifest.kv_cache.layout is KVLayout.PAGED or manifest.config.is_encoder_decoder:
+    if not is_prefaulted(manifest):
         return 0
     whole = num_slots * _full_row_bytes(manifest, budget)
-    return min(_PREFAULT_BYTES, min(budget.num_bytes, whole) // _PREFAULT_SHARE)
+    return min(MAX_PREFAULT_BYTES, min(budget.num_bytes, whole) // PREFAULT_SHARE)
+
+
+def is_prefaulted(manifest: Manifest) -> bool:
+    """Whether an engine has pre-faulted memory: where chunks are copied, all of one size."""
+    return not (manifest.kv_cache.layout is KVLayout.PAGED or manifest.config.is_encoder_decoder)
 
 
 def weight_bytes(manifest: Manifest) -> int:
@@ -136,7 +143,7 @@ def check_memory(manifest: Manifest, budget: KVBudget, num_slots: int, max_prefi
     if budget.num_bytes > limit:
         raise StartupError([f"K/V of {num_slots} slots needs {budget.num_bytes} bytes, there are {limit}"])
     num_logits = num_slots + max_prefill_tokens
-    needed = _logits_bytes(manifest, num_logits)
+    needed = logits_bytes(manifest, num_logits)
     prefault = prefault_bytes(manifest, budget, num_slots)
     # A group prefill has K/V of its own.
     rest = limit - budget.num_bytes - max_prefill_tokens * budget.token_bytes - prefault
@@ -169,7 +176,7 @@ def check_host_memory(manifest: Manifest, num_slots: int, max_prefill_tokens: in
         StartupError: with the numbers.
     """
     num_rows = num_slots + 2 * (num_slots + max_prefill_tokens)
-    needed, limit = _logits_bytes(manifest, num_rows), memory_limit()
+    needed, limit = logits_bytes(manifest, num_rows), memory_limit()
     if limit is not None and needed > limit:
         raise StartupError([f"{num_rows} rows of logits need {needed} bytes of this host's memory, there are {limit}"])
 
@@ -180,7 +187,8 @@ def _check_least(manifest: Manifest, budget: KVBudget) -> None:
         raise StartupError([f"{given}, must be at least {least}, for one sequence of full length"])
 
 
-def _logits_bytes(manifest: Manifest, num_rows: int) -> int:
+def logits_bytes(manifest: Manifest, num_rows: int) -> int:
+    """Logits of so many tokens."""
     return num_rows * manifest.config.vocab_size * _FLOAT_BYTES
 
 

@@ -16,6 +16,8 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 
+# Linux's own number: `mmap` has no name for it. Untouched pages do not count as committed memory.
+_MAP_NORESERVE = 0x4000
 # Smaller arrays use the C library: a process may have some 65,000 mappings.
 _MIN_MAPPED_BYTES = 1 << 17
 
@@ -53,8 +55,9 @@ class Pages:
 def _map(num_bytes: int, *, is_sparse: bool) -> mmap.mmap | None:
     if sys.platform != "linux" or num_bytes < _MIN_MAPPED_BYTES:
         return None
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (_MAP_NORESERVE if is_sparse else 0)
     try:
-        mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapping = mmap.mmap(-1, num_bytes, flags=flags)
     except OSError as error:
         raise MemoryError(f"{num_bytes} bytes of memory: {error}") from error
     with suppress(OSError):  # a kernel without huge pages
