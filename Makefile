@@ -28,8 +28,8 @@ $(STAMP):
 .kernels: $(STAMP)
 	@$(BIN)/python -m model.kernels --if-possible
 
-demo: $(STAMP) .kernels ## train two models, export, prove, serve and ask them
-	$(BIN)/python -m benchmarks.demo
+demo: $(STAMP) .kernels ## train two models, export, prove, serve and ask them (DEMO=quick: one, in less than a minute)
+	$(BIN)/python -m benchmarks.demo $(if $(filter quick,$(DEMO)),--quick)
 
 # A file's tests stay together, as they share servers and artifacts; many of them wait more than they compute. The
 # order is random, and its seed is printed first.

@@ -1,4 +1,4 @@
-"""`python -m service serve …`, `plan FOLDER …`, `ask MODEL TEXT …`, `chat MODEL …`, `explain MODEL TEXT …`, `health`, `trace`.
+"""`python -m service serve`, `plan FOLDER`, `ask MODEL TEXT`, `chat MODEL`, `explain MODEL TEXT`, `health` and `trace`.
 
 Exit status: 0 done, 1 failed while running, 2 refused to start.
 """

@@ -75,7 +75,16 @@ SHAPES: Mapping[str, Shape] = {
                 "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072,
                 "tie_word_embeddings": True, "rope_parameters": _LLAMA3},
     ),
-    # To try the program with.
+    # To try the program with, and the documents' commands.
+    "tiny-mt": Shape(
+        config_class="MarianConfig",
+        model_class="MarianMTModel",
+        context=64,
+        fields={"vocab_size": 600, "d_model": 64, "encoder_layers": 2, "decoder_layers": 2,
+                "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 128,
+                "decoder_ffn_dim": 128, "max_position_embeddings": 64, "activation_function": "swish",
+                "scale_embedding": True},
+    ),
     "tiny": Shape(
         config_class="LlamaConfig",
         model_class="LlamaForCausalLM",

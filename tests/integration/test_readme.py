@@ -1,30 +1,149 @@
-"""The README's commands do what it says: each line of its shell block is run, training cut to a few steps."""
+"""README and docs/start do what they say: every shell and Python block is run, in order, as a newcomer would.
+
+What downloads, builds images or trains for minutes is replaced by programs of the same names ahead on PATH, which leave
+behind what theirs would: a clone, tiny models, a snapshot in the hub's cache.
+"""
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from textwrap import dedent
+
 import pytest
 
-from benchmarks.frame.servers import serving
-from tests.environment import ROOT, run_shown
+from model.spec.config import Architecture
+from tests.artifacts import tiny_artifact
+from tests.environment import ROOT, environment
+from tests.ports import free_port
 
-TIMEOUT_SECONDS = 500
+TIMEOUT_SECONDS = 600
+PAGES = ["README.md", *sorted(f"docs/start/{path.name}" for path in (ROOT / "docs" / "start").glob("*.md"))]
+BLOCK = re.compile(r"^```(sh|python)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+REPLACED = {"--set steps=200": "--set steps=2", "--context 8192": "--context 256", "127.0.0.1:8001": "$ONWARD_TARGET"}
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+SNAPSHOTS = {"Qwen/Qwen3-0.6B": "tiny", "Helsinki-NLP/opus-mt-en-de": "tiny-mt"}
 
 
-def readme_commands() -> list[str]:
-    block = (ROOT / "README.md").read_text(encoding="utf-8").split("```sh\n")[1].split("```")[0]
-    return block.strip().splitlines()
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Programs in the place of those that download, build or train."""
+    folder = tmp_path_factory.mktemp("programs")
+    made = tmp_path_factory.mktemp("made")
+    for name in set(SNAPSHOTS.values()):
+        # In a process of its own: it changes torch's default dtype.
+        command = [sys.executable, "-m", "benchmarks.scenarios._shape_folders", name, made / name]
+        subprocess.run(command, env=environment(), check=True)
+    (made / "tiny" / "chat_template.jinja").write_text(TEMPLATE)
+    models = {name: tiny_artifact(family, explain_graph=True) for name, family in FAMILIES.items()}
+    cases = "\n".join(f"{name}) made={made / folder} ;;" for name, folder in SNAPSHOTS.items())
+    copies = "\n".join(f"cp -r {path} build/models/{name}" for name, path in models.items())
+    scripts = {
+        "git": f'mkdir "$3" && ln -s {ROOT}/[!b]* {ROOT}/benchmarks {ROOT}/.venv "$3"',
+        "make": f"mkdir -p build/models\n{copies}",
+        "docker": "true",
+        "hf": dedent(f"""\
+            case $2 in
+            {cases}
+            *) exit 1 ;;
+            esac
+            kept=$HF_HOME/hub/models--${{2//\\//--}}
+            mkdir -p $kept/snapshots $kept/refs
+            echo -n 0a1b > $kept/refs/main
+            cp -r $made $kept/snapshots/0a1b
+        """),
+    }
+    for name, script in scripts.items():
+        (folder / name).write_text(f"#!/usr/bin/env bash\nset -eu\n{script}\n")
+        (folder / name).chmod(0o755)
+    return folder
+
+
+FAMILIES = {"dates": Architecture.ENCODER_DECODER, "stdlib": Architecture.DECODER_ONLY}
+
+
+class Newcomer:
+    """Types blocks into a terminal. A block that serves goes on, in one of its own, until the next one serves."""
+
+    def __init__(self, folder: Path, programs: Path) -> None:
+        self.folder = folder
+        port = free_port()
+        path = os.pathsep.join([str(programs), str(Path(sys.executable).parent), os.environ["PATH"]])
+        self.variables = environment(
+            PATH=path,
+            HF_HOME=str(folder / "hf"),
+            ONWARD_URL="https://onward.example/onward",
+            ONWARD_PORT=str(port),
+            ONWARD_TARGET=f"127.0.0.1:{port}",
+            ONWARD_METRICS_PORT=str(free_port()),
+        )
+        self.server: subprocess.Popen[str] | None = None
+
+    def type(self, kind: str, block: str) -> None:
+        for shown, meant in REPLACED.items():
+            block = block.replace(shown, meant.replace("$ONWARD_TARGET", self.variables["ONWARD_TARGET"]))
+        if kind == "python":
+            self._run([sys.executable, "-c", block])
+            return
+        # Activation would put the environment's programs ahead.
+        block = block.replace("source .venv/bin/activate\n", "test -f .venv/bin/activate\n")
+        before, serve, after = block.partition("onward serve ")
+        self._run(["bash", "-euo", "pipefail", "-c", before])
+        if serve:
+            assert after.count("\n") == 1, "a block that serves goes no further"
+            self._serve(serve + after)
+        if "&& cd onward" in block:
+            self.folder /= "onward"
+
+    def stop(self) -> None:
+        if self.server is not None:
+            self.server.terminate()
+            with self.server:
+                assert self.server.wait(60) == 0
+            self.server = None
+
+    def _serve(self, command: str) -> None:
+        self.stop()
+        shell = ["bash", "-c", f"exec {command}"]
+        self.server = subprocess.Popen(
+            shell, cwd=self.folder, env=self.variables, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        assert self.server.stdout is not None
+        assert self.server.stdout.readline().startswith("onward: listening on "), command
+
+    def _run(self, command: list[str]) -> None:
+        done = subprocess.run(
+            command,
+            cwd=self.folder,
+            env=self.variables,
+            input="Hello\n",
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_SECONDS,
+            check=False,
+        )
+        assert done.returncode == 0, f"{command[-1]}\n{done.stdout}\n{done.stderr}"
+
+
+@pytest.fixture
+def newcomer(tmp_path: Path, programs: Path) -> Iterator[Newcomer]:
+    there = Newcomer(tmp_path, programs)
+    yield there
+    there.stop()
 
 
 @pytest.mark.timeout(TIMEOUT_SECONDS)
-def test_readme_commands_run(tmp_path):
-    commands = readme_commands()
-    serve = next(command for command in commands if " serve " in command)
-    before, asks = commands[: commands.index(serve)], commands[commands.index(serve) + 1 :]
-    assert before
-    assert asks
-    for command in before:
-        run_shown(f"{command} --set steps=3" if " train " in command else command, tmp_path)
-    assert serve == "python -m service serve --models build/models"
-    with serving(tmp_path / "build" / "models", "--no-metrics") as target:
-        for command in asks:
-            run_shown(command, tmp_path, ONWARD_TARGET=target)
+@pytest.mark.parametrize("page", [page for page in PAGES if BLOCK.search((ROOT / page).read_text(encoding="utf-8"))])
+def test_every_block_of_a_page_runs_as_it_stands(page: str, newcomer: Newcomer) -> None:
+    blocks = BLOCK.findall((ROOT / page).read_text(encoding="utf-8"))
+    if page != "README.md":
+        # These pages go on from the clone and what is downloaded there.
+        lines = (ROOT / "README.md").read_text(encoding="utf-8")
+        newcomer.type("sh", BLOCK.findall(lines)[0][1])
+        newcomer.type("sh", "".join(f"{line}\n" for line in re.findall(r"^hf download .*", lines, re.MULTILINE)))
+    for kind, block in blocks:
+        newcomer.type(kind, block)
