@@ -121,13 +121,12 @@ class MemoryPlan:
     @property
     def prefaulted(self) -> int:
         """Pre-faulted memory, with K/V divided in proportion."""
-        return sum(
-            min(
-                MAX_PREFAULT_BYTES, min(self.kv_bytes * each.whole_kv // self.whole_kv, each.whole_kv) // PREFAULT_SHARE
-            )
+        parts = (
+            min(each.whole_kv, self.kv_bytes * each.whole_kv // self.whole_kv)
             for each in self.models.values()
             if each.is_prefaulted
         )
+        return sum(min(MAX_PREFAULT_BYTES, part // PREFAULT_SHARE) for part in parts)
 
     @property
     def peak(self) -> int:
@@ -238,8 +237,8 @@ def in_units(num_bytes: int) -> str:
 
 
 def as_flag(num_bytes: int) -> str:
-    """Bytes as a flag's value, rounded down to whole MiB where there is one."""
-    return f"{num_bytes >> 20}MiB" if num_bytes >= 1 << 20 else str(num_bytes)
+    """Bytes as a flag's value."""
+    return str(num_bytes) if num_bytes % (1 << 20) else f"{num_bytes >> 20}MiB"
 
 
 def _default_kv(plan: MemoryPlan) -> int:
@@ -251,7 +250,8 @@ def _default_kv(plan: MemoryPlan) -> int:
     if num_prefaulted:
         # Either bound of pre-faulted memory keeps it within the room.
         room = max(room - num_prefaulted * MAX_PREFAULT_BYTES, room * PREFAULT_SHARE // (PREFAULT_SHARE + 1))
-    return max(0, min(plan.whole_kv, room))
+    # In whole MiB, so that a flag says it in few digits.
+    return max(0, min(plan.whole_kv, room - room % (1 << 20)))
 
 
 def _too_little_memory(plan: MemoryPlan) -> str:
@@ -274,8 +274,10 @@ def _too_little_memory(plan: MemoryPlan) -> str:
 
 def _too_much_kv(plan: MemoryPlan) -> str:
     """The refusal where the operator's K/V do not fit."""
-    most = _default_kv(plan)
-    helps = f"--kv-memory {as_flag(most)} fits" if most >= plan.least_kv else "no --kv-memory fits"
+    # Into the reserve, where one row of each model needs it.
+    fitting = replace(plan, kv_bytes=max(_default_kv(plan), plan.least_kv))
+    does_fit = fitting.peak <= (plan.memory or 0)
+    helps = f"--kv-memory {as_flag(fitting.kv_bytes)} fits" if does_fit else "no --kv-memory fits"
     return (
         f"{', '.join(plan.models)}: {in_units(plan.memory or 0)} of memory are too little for "
         f"{in_units(plan.kv_bytes)} of K/V: {plan.describe()}, pre-faulted {in_units(plan.prefaulted)}; {helps}"

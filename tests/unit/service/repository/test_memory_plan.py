@@ -53,8 +53,8 @@ def test_kv_are_all_rows_at_full_length_where_that_fits_beside_the_reserve_and_o
     for memory in (enough - (1 << 20), GIB, 800 << 20):
         cut = planned(memory)
         assert cut.is_cut
-        # Whole but for the rounding of pre-faulted memory.
-        assert 0 <= memory - cut.reserve - cut.peak < 1 << 10
+        # Whole but for the rounding of K/V to MiB, and of pre-faulted memory.
+        assert 0 <= memory - cut.reserve - cut.peak < (9 << 17) + (1 << 10)
 
 
 def test_every_use_is_counted_once() -> None:
@@ -80,6 +80,7 @@ def test_what_the_operator_gives_is_kept_or_refused_with_what_fits() -> None:
     problem = refusal(GIB, 600 << 20)
     fitting = int(problem.partition("--kv-memory ")[2].partition("MiB")[0])
     assert planned(GIB, fitting << 20).peak <= GIB
+    assert "--kv-memory 256MiB fits" in refusal(750 << 20, 600 << 20)
     assert "no --kv-memory fits" in refusal(500 << 20, 600 << 20)
 
 
