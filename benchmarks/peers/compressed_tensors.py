@@ -90,8 +90,7 @@ def _quantized(name: str, tensor: Tensor, bits: int, *, is_input_first: bool) ->
     import torch
 
     matrix = tensor.T.contiguous() if is_input_first else tensor
-    values, scales = quantize(matrix, bits, GROUP if bits == 4 else matrix.shape[1])  # noqa: PLR2004
-    if bits == 8:  # noqa: PLR2004
+    values, scales = quantize(matrix, bits, GROUP if bits == 4 else matrix.shape[1])
+    if bits == 8:
         return {name: (values.T if is_input_first else values).contiguous(), f"{name}_scale": scales}
     return {f"{name}_packed": pack(values), f"{name}_scale": scales, f"{name}_shape": torch.tensor(matrix.shape)}
-

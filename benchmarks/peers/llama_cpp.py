@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 
 from benchmarks.peers.gguf_file import write_gguf
-from benchmarks.peers.protocol import Options, System, main
+from benchmarks.peers.protocol import Options, System, Window, main, nats_of
 
 _ERROR_LEVEL = 4
 _QUANTIZED = {"q4_0": "LLAMA_FTYPE_MOSTLY_Q4_0"}
@@ -135,6 +136,23 @@ class LlamaCpp(System):
         finally:
             library.llama_batch_free(batch)
 
+    def score(self, windows: Sequence[Window]) -> float:
+        """Window by window, with the logits of the tokens before the scored ones."""
+        longest = max(len(ids) for ids, _ in windows)
+        self._make_context(longest, 1)
+        batch = self._library.llama_batch_init(longest, 0, 1)
+        nats = 0.0
+        try:
+            for ids, scored in windows:
+                self._clear()
+                first = len(ids) - 1 - scored
+                self._decode(batch, [(token, at, 0, at >= first) for at, token in enumerate(ids[:-1])])
+                logits = np.stack([self._logits(at) for at in range(first, len(ids) - 1)])
+                nats += nats_of(logits, ids, scored)
+        finally:
+            self._library.llama_batch_free(batch)
+        return nats
+
     def _make_context(self, length: int, sequences: int) -> None:
         """Creates a context of this size, or reuses it: its creation is not timed."""
         room = -(-length // _ROOM_MULTIPLE) * _ROOM_MULTIPLE
@@ -170,8 +188,12 @@ class LlamaCpp(System):
             raise RuntimeError(f"llama_decode returned {code}")
 
     def _best(self, index: int) -> int:
+        return int(self._logits(index).argmax())
+
+    def _logits(self, index: int) -> npt.NDArray[np.float32]:
+        """A view, until the next call, of the logits after a token of the last batch."""
         logits = self._library.llama_get_logits_ith(self._context, index)
-        return int(np.ctypeslib.as_array(logits, (self._num_logits,)).argmax())
+        return np.ctypeslib.as_array(logits, (self._num_logits,))
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 Its converter refuses our tokenizer, which the pipeline does not need for ids. Eight bits are symmetric with activations
 quantized in groups of 32; four bits are symmetric in groups of 32 with float32 activations and, as optimum-intel has
-it, embeddings and head in eight. K/V has the precision of the activations, or with `-kv8` behind a precision eight bits,
-which is OpenVINO's default.
+it, embeddings and head in eight. K/V has the precision of the activations, or with `-kv8` behind a precision eight
+bits, which is OpenVINO's default.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.protocol import Options, System, main
+from benchmarks.peers.protocol import Options, System, Window, main
 
 _GROUP = 32
 _KV_GIGABYTES = 2
@@ -46,7 +46,7 @@ class OpenVINO(System):
 
         scheme = None
         if self._bits:
-            grouped = {"group_size": _GROUP} if self._bits == 4 else {}  # noqa: PLR2004
+            grouped = {"group_size": _GROUP} if self._bits == 4 else {}
             scheme = OVWeightQuantizationConfig(bits=self._bits, sym=True, **grouped)
         staged = self._converted.with_suffix(".part")
         shutil.rmtree(staged, ignore_errors=True)
@@ -82,6 +82,27 @@ class OpenVINO(System):
         ids = [openvino.Tensor(np.array([prompt], np.int64)) for prompt in prompts]
         results = self._pipeline.generate(ids, [config] * len(ids))
         return [list(result.m_generation_ids[0]) for result in results]
+
+    def score(self, windows: Sequence[Window]) -> float:
+        """All windows at once; each is echoed with its log-probabilities, and a token more."""
+        import numpy as np
+        import openvino
+        import openvino_genai
+
+        config = openvino_genai.GenerationConfig(max_new_tokens=1, echo=True, logprobs=1, do_sample=False)
+        handles = [
+            self._pipeline.add_request(number, openvino.Tensor(np.array([ids], np.int64)), config)
+            for number, (ids, _) in enumerate(windows)
+        ]
+        while self._pipeline.has_non_finished_requests():
+            self._pipeline.step()
+        nats = 0.0
+        for handle, (ids, scored) in zip(handles, windows, strict=True):
+            output = handle.read_all()[0]
+            if output.generated_ids[: len(ids)] != list(ids):
+                raise RuntimeError("a window was not echoed")
+            nats -= sum(output.generated_log_probs[len(ids) - scored : len(ids)])
+        return nats
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ class SystemSpec:
         installs: arguments of consecutive `pip` calls; none for systems that run in this environment.
         environment: variables besides the number of threads and huge pages.
         preloads: shared libraries to load first, those that are in its environment's `lib` or the system's.
-        work: folder for converted weights, where systems share it.
+        work: folder for converted weights and environment, where systems share them.
     """
 
     name: str
@@ -58,6 +58,11 @@ class SystemSpec:
     def is_ours(self) -> bool:
         """Whether it reads our checkpoint in our environment, not a Hugging Face folder in its own."""
         return not self.installs
+
+    @property
+    def files(self) -> str:
+        """Name of the folders of its environment and of its converted weights."""
+        return self.work or self.name
 
     @contextmanager
     def started(
@@ -97,6 +102,9 @@ _GGUF = {
     "int4-kv8": "q4_0-kv8",
 }
 _OURS = {name: name for name in ("fp32", "bf16", "int8", "int4", "int8-kv8", "int4-kv8")}
+
+_CTRANSLATE2 = {"fp32": "float32", "bf16": "bfloat16", "int8": "int8"}
+_CTRANSLATE2_INSTALLS = (("install", *_TORCH), ("install", "ctranslate2==4.8.5", _TRANSFORMERS, "accelerate"))
 
 SYSTEMS: Mapping[str, SystemSpec] = {
     spec.name: spec
@@ -143,9 +151,17 @@ SYSTEMS: Mapping[str, SystemSpec] = {
         SystemSpec(
             name="ctranslate2",
             module="benchmarks.peers.ctranslate2",
-            precisions={"fp32": "float32", "bf16": "bfloat16", "int8": "int8"},
-            installs=(("install", *_TORCH), ("install", "ctranslate2==4.8.5", _TRANSFORMERS, "accelerate")),
+            precisions=_CTRANSLATE2,
+            installs=_CTRANSLATE2_INSTALLS,
             environment=_OFFLINE,
+        ),
+        SystemSpec(
+            name="ctranslate2-workers",
+            module="benchmarks.peers.ctranslate2",
+            precisions={name: f"{kind}-workers" for name, kind in _CTRANSLATE2.items()},
+            installs=_CTRANSLATE2_INSTALLS,
+            environment=_OFFLINE,
+            work="ctranslate2",
         ),
         SystemSpec(
             name="llama.cpp",
@@ -217,7 +233,7 @@ def python_of(spec: SystemSpec, venvs: Path, timeout_seconds: float) -> Path:
     """
     if spec.is_ours:
         return Path(sys.executable)
-    venv = venvs / spec.name
+    venv = venvs / spec.files
     python = venv / "bin" / "python"
     stamp = venv / f".installed-{crc32(repr(spec.installs).encode()):08x}"
     if stamp.exists():

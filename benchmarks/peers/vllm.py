@@ -8,20 +8,19 @@ names what was preloaded.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.compressed_tensors import write_quantized
-from benchmarks.peers.protocol import Options, System, main
+from benchmarks.peers.protocol import Options, System, Window, main
 
-
+_PRELOADS = ("libtcmalloc_minimal", "libiomp5")
 _BITS = {"int8": 8, "int4": 4}
 
 
 class VLLM(System):
-    """Precisions are its dtype names, int8 or int4. `systems` sets its environment: one process, no telemetry, no network."""
+    """Precisions are its dtype names, int8 or int4. `systems` sets its environment: one process, no network."""
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
@@ -36,7 +35,8 @@ class VLLM(System):
 
     def load(self) -> str:
         """Returns the version and the preloaded libraries. Prefix caching is off: prompts never repeat."""
-        preloaded = [Path(path).name.partition(".")[0] for path in os.environ.get("LD_PRELOAD", "").split(":") if path]
+        loaded = Path("/proc/self/maps").read_text(encoding="utf-8")
+        preloaded = [name for name in _PRELOADS if f"/{name}.so" in loaded]
         import vllm
 
         self._llm = vllm.LLM(
@@ -61,6 +61,19 @@ class VLLM(System):
         asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         outputs = self._llm.generate(asked, sampling, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
+
+    def score(self, windows: Sequence[Window]) -> float:
+        """All windows in one call, which also generates a token of each."""
+        import vllm
+
+        sampling = vllm.SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        asked = [{"prompt_token_ids": list(ids)} for ids, _ in windows]
+        outputs = self._llm.generate(asked, sampling, use_tqdm=False)
+        return -sum(
+            output.prompt_logprobs[at][ids[at]].logprob
+            for output, (ids, scored) in zip(outputs, windows, strict=True)
+            for at in range(len(ids) - scored, len(ids))
+        )
 
 
 if __name__ == "__main__":
