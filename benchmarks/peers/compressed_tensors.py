@@ -71,7 +71,7 @@ def describe(bits: int) -> dict[str, Any]:
 def quantize(matrix: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor]:
     """`[out, in]` float32 → int8 of the same shape, and scales `[out, in / group]` float32."""
     half = 2 ** (bits - 1)
-    groups = matrix.unflatten(1, (-1, group))
+    groups = matrix.reshape(matrix.shape[0], -1, group)
     scales = (groups.abs().amax(-1, keepdim=True) / (half - 0.5)).clamp(min=1e-12)
     return (groups / scales).round().clamp(-half, half - 1).char().flatten(1), scales.squeeze(-1)
 
@@ -81,7 +81,7 @@ def pack(values: Tensor) -> Tensor:
     import torch
 
     shifts = 4 * torch.arange(_PER_WORD)
-    words = ((values.long() + 8).unflatten(1, (-1, _PER_WORD)) << shifts).sum(-1)
+    words = ((values.long() + 8).reshape(values.shape[0], -1, _PER_WORD) << shifts).sum(-1)
     return torch.where(words < 2**31, words, words - 2**32).int()
 
 

@@ -185,7 +185,7 @@ SYSTEMS: Mapping[str, SystemSpec] = {
             name="openvino",
             module="benchmarks.peers.openvino",
             precisions=_OURS,
-            # What pip picks of torchvision wants another torch.
+            # What pip picks of torchvision does not load with torch's CPU build.
             installs=(
                 ("install", *_TORCH),
                 (
@@ -196,6 +196,7 @@ SYSTEMS: Mapping[str, SystemSpec] = {
                     "optimum-intel[nncf]==2.2.0",
                     "transformers==5.5.4",
                 ),
+                ("uninstall", "--yes", "torchvision"),
             ),
             environment=_OFFLINE,
         ),

@@ -69,11 +69,12 @@ class VLLM(System):
         sampling = vllm.SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
         asked = [{"prompt_token_ids": list(ids)} for ids, _ in windows]
         outputs = self._llm.generate(asked, sampling, use_tqdm=False)
-        return -sum(
+        logprobs = (
             output.prompt_logprobs[at][ids[at]].logprob
             for output, (ids, scored) in zip(outputs, windows, strict=True)
             for at in range(len(ids) - scored, len(ids))
         )
+        return -float(sum(logprobs))
 
 
 if __name__ == "__main__":

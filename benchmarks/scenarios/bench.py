@@ -353,7 +353,7 @@ def ratios_of(rows: Sequence[Row], known: Losses | None = None) -> dict[str, dic
         here = [
             row for row in rows if row["value"] and (row["model"], row["metric"], row["batch"], row["prompt"]) == place
         ]
-        pairs = {}
+        pairs: dict[str, tuple[Sequence[Row], Any]] = {}
         for precision in dict.fromkeys(row["precision"] for row in here):
             alike = [row for row in here if row["precision"] == precision]
             pairs[precision] = [row for row in alike if row["system"] in OURS], _fastest(_peers(alike))
