@@ -49,7 +49,7 @@ class LossSettings(Settings):
 
     precision: str = option("")
     source: Path = option(text="a checkpoint trained on stdlib, or a recipe file, trained first")  # noqa: RUF009
-    systems: tuple[str, ...] = option(CONVERTED, "", choices=CONVERTED)
+    systems: tuple[str, ...] = option(CONVERTED, ", ".join(CONVERTED), choices=CONVERTED)
     precisions: tuple[str, ...] = option(("fp32", "bf16", "int8", "int4", "int8-kv8", "int4-kv8"), "by our names")
     text_bytes: int = option(96 * 1024, "held-out text to score, in whole modules", least=1, quick=2048)
     window: int = option(512, "tokens of a window; the next begins half of them later", least=2)
