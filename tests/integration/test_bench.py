@@ -329,6 +329,19 @@ def test_a_child_that_does_not_speak_the_protocol_is_named_and_ended(tmp_path: P
         assert not child.is_usable
 
 
+def test_a_score_is_the_systems_own_and_no_other_number(tmp_path: Path) -> None:
+    question = {"do": "score", "windows": [([5, 6, 7], 2), ([5, 6], 1)]}
+    for behaviour in ("", "short"):
+        with fake("peer", behaviour).started(
+            Path(sys.executable), tmp_path, tmp_path, tmp_path / "log", precision="fp32", threads=1
+        ) as child:
+            if not behaviour:
+                assert child.ask(question, 100)["nats"] == 1.5
+                continue
+            with pytest.raises(SystemFailed, match="the log-probabilities add up to nan"):
+                child.ask(question, 100)
+
+
 def test_an_environment_is_made_once_for_the_same_pins(tmp_path: Path) -> None:
     python = tmp_path / "peer" / "bin" / "python"
     python.parent.mkdir(parents=True)
