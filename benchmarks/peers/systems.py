@@ -25,6 +25,7 @@ _TRANSFORMERS = "transformers==5.23.0"
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 _HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", "THP_MEM_ALLOC_ENABLE": "1"}
 """For all, as our server gives itself the first; torch reads the second, whatever allocator is preloaded."""
+_IK_SCRIPT = Path(__file__).with_name("ik_llama_cpp.cmake")
 _MAX_SAID = 500
 
 
@@ -178,7 +179,14 @@ SYSTEMS: Mapping[str, SystemSpec] = {
             precisions={name: kind for name, kind in _GGUF.items() if not name.endswith("-kv8")},
             # From source, too: its wheel has no instructions beyond AVX2.
             installs=(
-                ("install", "numpy", "gguf==0.19.0", "ik-llama-cpp-python==0.1.5", "--no-binary=ik-llama-cpp-python"),
+                (
+                    "install",
+                    "numpy",
+                    "gguf==0.19.0",
+                    "ik-llama-cpp-python==0.1.5",
+                    "--no-binary=ik-llama-cpp-python",
+                    f"--config-settings=cmake.define.CMAKE_PROJECT_INCLUDE={_IK_SCRIPT}",
+                ),
             ),
         ),
         SystemSpec(

@@ -16,8 +16,8 @@ def test_windows_score_every_token_once_and_keep_below_their_length() -> None:
     tokenizer = one_word_per_id(32, "decoder-only")
     texts = [" ".join(f"w{number % 20 + 4}" for number in range(count)) for count in (1, 7, 40)]
     windows = windows_of(tokenizer, texts, 8)
-    expected = [list(tokenizer.encode_plain(text)) for text in texts]
-    assert [token for ids, scored in windows for token in ids[-scored:]] == sum(expected, [])
+    expected = [token for text in texts for token in tokenizer.encode_plain(text)]
+    assert [token for ids, scored in windows for token in ids[-scored:]] == expected
     assert all(1 <= scored < len(ids) <= 9 for ids, scored in windows)
     assert windows[0][0][0] == BOS_ID
 
