@@ -10,3 +10,5 @@ char const *LLAMA_BUILD_TARGET = \"unknown\";
 ")
 ]])
 endif()
+# Its libraries and programs find each other where they are installed.
+set(CMAKE_INSTALL_RPATH "$ORIGIN;$ORIGIN/../lib")
