@@ -73,7 +73,8 @@ class Claim:
 _IN_README = 5
 _QUALITY = "benchmarks run quality build/checkpoints/{0} --docs --name quality-{0}"
 _FAITHFULNESS = "benchmarks run faithfulness build/checkpoints/{0} --docs --name faithfulness-{0}"
-_BENCH = "benchmarks run bench --models {0} --precisions fp32,bf16,int8,int4 --repeats 1 --new 64 --prompts 512,1024"
+_BENCH = "benchmarks run bench --models {0} --precisions {1} --repeats 1 --new 64 --prompts 512,1024"
+_BENCH_PARTS = {"whole": "fp32,bf16", "quantized": "int8,int4,int8-kv8,int4-kv8"}
 _TRAINED = ("stdlib", "dates")
 _COMPARED = ("llama-110m", "gpt2-124m")
 
@@ -93,7 +94,13 @@ TABLES = (
     Table("soak", "benchmarks run soak --docs", 26),
     Table("translation", "benchmarks run translation --docs", 35),
     Table("shapes", "benchmarks run shapes --docs", 50),
-    *(Table(f"bench-{model}", f"{_BENCH.format(model)} --docs --name bench-{model}", 60) for model in _COMPARED),
+    # Before the bench, which reads it.
+    Table("peers-loss", "benchmarks run loss benchmarks/models/llama-stdlib.toml --docs --name peers-loss", 15),
+    *(
+        Table(name := f"bench-{model}-{part}", f"{_BENCH.format(model, precisions)} --docs --name {name}", 60)
+        for model in _COMPARED
+        for part, precisions in _BENCH_PARTS.items()
+    ),
 )
 
 
@@ -200,13 +207,26 @@ def _soak(results: Results) -> str:
 
 
 def _bench(results: Results) -> str:
-    """Ours in the fastest precision over the fastest peer: decoding 1, 8, 32 rows, then prompts."""
+    """Ours over the fastest peer at equal loss: decoding 1, 8, 32 rows, then prompts."""
     parts = []
     for place, ratio in results["ratios"].items():
         _, precision, metric, batch, prompt = place.split("/")
         if precision == "any" and ratio["onward"] is not None:
             what = f"{metric} {prompt if metric == 'prefill' else batch}"
             parts.append(f"{what} {times(ratio['onward'], ratio['interval'])}")
+    return ", ".join(parts)
+
+
+def _loss(results: Results) -> str:
+    """What ours lose over PyTorch, and at each precision the peer that loses least."""
+    rows = [row for row in results["rows"] if "excess" in row]
+    parts = []
+    for row in rows:
+        if row["system"] == "onward":
+            peers = [each for each in rows if each["system"] != "onward" and each["precision"] == row["precision"]]
+            best = min(peers, key=lambda each: float(each["excess"]), default=None)
+            beside = "" if best is None else f" ({best['system']} {best['excess']:+.2%})"
+            parts.append(f"{row['precision']} {row['excess']:+.2%}{beside}")
     return ", ".join(parts)
 
 
@@ -238,14 +258,16 @@ CLAIMS = (
     Claim("memory in MB an hour under load with cancels", "soak", _soak),
     Claim("translation for 32 users over CTranslate2's best batching", "translation", _translation, rank=2),
     Claim("random weights in true shapes: the memory plan beside the measured peak", "shapes", _shapes),
+    Claim("bits per byte over PyTorch's, and beside it the peer that loses least", "peers-loss", _loss),
     *(
         Claim(
-            f"`{model}` over the best of five peers in any precision",
-            f"bench-{model}",
+            f"`{model}` in {_BENCH_PARTS[part]} over the best of seven peers at equal loss",
+            f"bench-{model}-{part}",
             _bench,
-            rank=int(model == _COMPARED[0]),
+            rank=int((model, part) == (_COMPARED[0], "quantized")),
         )
         for model in _COMPARED
+        for part in _BENCH_PARTS
     ),
 )
 

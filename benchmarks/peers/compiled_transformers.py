@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks.peers import hf_folder
-from benchmarks.peers.protocol import Options, System, main
+from benchmarks.peers.protocol import Options, System, Window, main, nats_of
 from benchmarks.peers.torch_graph import DTYPES
 from model import checkpoint
 from model.nn.transformer import Transformer
@@ -86,6 +86,16 @@ class CompiledTransformers(System):
         )
         tokens: list[list[int]] = output[:, ids.shape[1] :].tolist()
         return tokens
+
+    @torch.no_grad()
+    def score(self, windows: Sequence[Window]) -> float:
+        """Window by window, without a cache, uncompiled."""
+        nats = 0.0
+        for ids, scored in windows:
+            given = torch.tensor([ids[:-1]], device=self._options.device)
+            logits = self._model(given, use_cache=False).logits[0, -scored:]
+            nats += nats_of(logits.float().cpu().numpy(), ids, scored)
+        return nats
 
     def _cache(self, batch: int, length: int) -> Any:
         """An empty cache with room for so many tokens; those of other batches are freed."""

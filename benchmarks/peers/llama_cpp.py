@@ -2,26 +2,31 @@
 
 Four bits are q4_0, as its own quantizer makes it: llama.cpp repacks this type at load for the processor's widest
 instructions. Repacking is off for q8_0 on a processor with AMX, where it crashes llama-cpp-python 0.3.36. K/V is
-float16, its default; flash attention is on.
+float16, its default, or with `-kv8` behind a precision q8_0; flash attention is on. Weights are read, not mapped, so
+that they lie in huge pages.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Sequence
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 
 from benchmarks.peers.gguf_file import write_gguf
-from benchmarks.peers.protocol import Options, System, main
+from benchmarks.peers.protocol import Options, System, Window, main, nats_of
 
 _ERROR_LEVEL = 4
 _QUANTIZED = {"q4_0": "LLAMA_FTYPE_MOSTLY_Q4_0"}
 """Precisions that llama.cpp's own quantizer makes from a float32 file, with its names for them."""
 _ROOM_MULTIPLE = 256
 _MICRO_BATCH = 512
+_Q8_0 = 8
+"""GGML's number of the type."""
 _Fed = tuple[int, int, int, bool]
 """A token, its position, its sequence, whether its logits are wanted."""
 
@@ -29,9 +34,12 @@ _Fed = tuple[int, int, int, bool]
 class LlamaCpp(System):
     """Precisions are GGUF's type names in lower case."""
 
+    package: ClassVar[str] = "llama-cpp-python"
+
     def __init__(self, options: Options) -> None:
         super().__init__(options)
-        self._file: Path = options.work / f"{options.precision}.gguf"
+        self._weights, _, self._kv = options.precision.partition("-")
+        self._file: Path = options.work / f"{self._weights}.gguf"
         self._library: Any = None
         self._model: Any = None
         self._context: Any = None
@@ -41,39 +49,56 @@ class LlamaCpp(System):
 
     def prepare(self) -> None:
         """Writes the GGUF file; a quantized one is made from float32 by llama.cpp."""
-        precision = self._options.precision
         if self._file.exists():
             return
-        if precision not in _QUANTIZED:
-            write_gguf(self._options.folder, self._file, precision.upper())
+        if self._weights not in _QUANTIZED:
+            write_gguf(self._options.folder, self._file, self._weights.upper())
             return
         whole = self._options.work / "f32.gguf"
         if not whole.exists():
             write_gguf(self._options.folder, whole, "F32")
-        self._quantize(whole, _QUANTIZED[precision])
+        staged = self._file.with_suffix(".part")
+        self._quantize(whole, staged)
+        staged.rename(self._file)
 
-    def _quantize(self, whole: Path, kind: str) -> None:
+    def _quantize(self, whole: Path, staged: Path) -> None:
         """Quantizes a float32 file."""
-        library, staged = self._start(), self._file.with_suffix(".part")
+        library = self._start()
         settings = library.llama_model_quantize_default_params()
-        settings.ftype = getattr(library, kind)
+        settings.ftype = getattr(library, _QUANTIZED[self._weights])
         settings.nthread = self._options.threads
         if code := library.llama_model_quantize(str(whole).encode(), str(staged).encode(), ctypes.byref(settings)):
             raise RuntimeError(f"llama_model_quantize returned {code}")
-        staged.rename(self._file)
 
     def load(self) -> str:
-        """Loads the model; returns llama-cpp-python's version."""
-        llama_cpp = self._start()
-        settings = llama_cpp.llama_model_default_params()
+        """Loads the model; returns the package and its version."""
+        library = self._start()
+        settings = library.llama_model_default_params()
         settings.n_gpu_layers = 0
-        has_amx = b"AMX_INT8 = 1" in llama_cpp.llama_print_system_info()
-        settings.use_extra_bufts = not (has_amx and self._options.precision == "q8_0")
-        self._model = llama_cpp.llama_model_load_from_file(str(self._file).encode(), settings)
+        settings.use_mmap = False
+        self._set_model(settings)
+        self._model = library.llama_model_load_from_file(str(self._file).encode(), settings)
         if not self._model:
             raise RuntimeError(f"llama.cpp cannot load {self._file}")
-        self._num_logits = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
-        return f"llama-cpp-python {llama_cpp.__version__}"
+        self._num_logits = library.llama_vocab_n_tokens(library.llama_model_get_vocab(self._model))
+        package = type(self).package
+        return f"{package} {version(package)}"
+
+    def _set_model(self, settings: Any) -> None:
+        """Sets what only this library's model has."""
+        has_amx = b"AMX_INT8 = 1" in self._library.llama_print_system_info()
+        settings.use_extra_bufts = not (has_amx and self._weights == "q8_0")
+
+    def _set_context(self, settings: Any) -> None:
+        """Sets what only this library's context has."""
+        settings.kv_unified = False
+        settings.flash_attn_type = 1
+        settings.no_perf = True
+
+    def _clear(self) -> None:
+        """Empties the K/V."""
+        library = self._library
+        library.llama_memory_clear(library.llama_get_memory(self._context), False)  # noqa: FBT003 (theirs)
 
     def _start(self) -> Any:
         """The initialized library. It prints errors only."""
@@ -95,7 +120,7 @@ class LlamaCpp(System):
         """Prefills prompt by prompt, then decodes all sequences together."""
         library, length = self._library, len(prompts[0])
         self._make_context(length + new, len(prompts))
-        library.llama_memory_clear(library.llama_get_memory(self._context), False)  # noqa: FBT003 (theirs)
+        self._clear()
         batch = library.llama_batch_init(max(length, len(prompts)), 0, 1)
         try:
             rows: list[list[int]] = []
@@ -110,6 +135,23 @@ class LlamaCpp(System):
             return rows
         finally:
             library.llama_batch_free(batch)
+
+    def score(self, windows: Sequence[Window]) -> float:
+        """Window by window, with the logits of the tokens before the scored ones."""
+        longest = max(len(ids) for ids, _ in windows)
+        self._make_context(longest, 1)
+        batch = self._library.llama_batch_init(longest, 0, 1)
+        nats = 0.0
+        try:
+            for ids, scored in windows:
+                self._clear()
+                first = len(ids) - 1 - scored
+                self._decode(batch, [(token, at, 0, at >= first) for at, token in enumerate(ids[:-1])])
+                logits = np.stack([self._logits(at) for at in range(first, len(ids) - 1)])
+                nats += nats_of(logits, ids, scored)
+        finally:
+            self._library.llama_batch_free(batch)
+        return nats
 
     def _make_context(self, length: int, sequences: int) -> None:
         """Creates a context of this size, or reuses it: its creation is not timed."""
@@ -126,9 +168,9 @@ class LlamaCpp(System):
         settings.n_ubatch = _MICRO_BATCH
         settings.n_seq_max = sequences
         settings.n_threads = settings.n_threads_batch = self._options.threads
-        settings.kv_unified = False
-        settings.flash_attn_type = 1
-        settings.no_perf = True
+        if self._kv:
+            settings.type_k = settings.type_v = _Q8_0
+        self._set_context(settings)
         context = library.llama_init_from_model(self._model, settings)
         if not context:
             raise RuntimeError(f"llama.cpp makes no context of {sequences} x {room} tokens")
@@ -146,8 +188,12 @@ class LlamaCpp(System):
             raise RuntimeError(f"llama_decode returned {code}")
 
     def _best(self, index: int) -> int:
+        return int(self._logits(index).argmax())
+
+    def _logits(self, index: int) -> npt.NDArray[np.float32]:
+        """A view, until the next call, of the logits after a token of the last batch."""
         logits = self._library.llama_get_logits_ith(self._context, index)
-        return int(np.ctypeslib.as_array(logits, (self._num_logits,)).argmax())
+        return np.ctypeslib.as_array(logits, (self._num_logits,))
 
 
 if __name__ == "__main__":

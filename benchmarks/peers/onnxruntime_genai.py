@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.protocol import Options, System, main
+from benchmarks.peers.protocol import Options, System, Window, main, nats_of
 
 
 class OnnxRuntimeGenAI(System):
@@ -65,6 +65,20 @@ class OnnxRuntimeGenAI(System):
         for _ in range(new):
             generator.generate_next_token()
         return [generator.get_sequence(row)[ids.shape[1] :].tolist() for row in range(len(prompts))]
+
+    def score(self, windows: Sequence[Window]) -> float:
+        """A `Generator` for each window; its graph's output has the logits of the whole prompt."""
+        import numpy as np
+        import onnxruntime_genai
+
+        nats = 0.0
+        for ids, scored in windows:
+            search = onnxruntime_genai.GeneratorParams(self._model)
+            search.set_search_options(batch_size=1, max_length=len(ids), do_sample=False)
+            generator = onnxruntime_genai.Generator(self._model, search)
+            generator.append_tokens(np.array([ids[:-1]], np.int32))
+            nats += nats_of(generator.get_output("logits")[0], ids, scored)
+        return nats
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import grpc
 from benchmarks.frame.models import artifact_folder, export, version
 from benchmarks.frame.servers import serving
 from benchmarks.frame.streams import connected, gathered, greedy
-from benchmarks.peers.protocol import Options, System, main
+from benchmarks.peers.protocol import Options, System, Window, main
 from onward.v1 import generation_pb2 as pb
 from onward.v1.generation_pb2_grpc import GenerationServiceStub
 
@@ -67,6 +67,16 @@ class Onward(System):
             calls.append(self._stub.Generate.future(greedy(pb.GenerateRequest, source, length)))
             calls[-1].add_done_callback(lambda _: gate.release())
         return [list(call.result().outputs[0].token_ids) for call in calls]
+
+    def score(self, windows: Sequence[Window]) -> float:
+        """A `Score` call for each window."""
+        total = 0.0
+        for ids, scored in windows:
+            request = pb.ScoreRequest(
+                token_ids=pb.TokenIds(ids=ids[:-scored]), target_token_ids=pb.TokenIds(ids=ids[-scored:])
+            )
+            total += self._stub.Score(request).total_logprob
+        return -total
 
     def close(self) -> None:
         """Stops the server."""

@@ -3,6 +3,7 @@
     {"do": "prepare"}                                    → {"ok": true, "seconds"}      converts the weights, once
     {"do": "load"}                                       → {"ok": true, "seconds", "version"}
     {"do": "generate", "prompts": [[ids]], "new": n}     → {"ok": true, "seconds", "noise", "tokens": [[ids]]}
+    {"do": "score", "windows": [[[ids], n]]}             → {"ok": true, "seconds", "noise", "nats"}
     {"do": "translate", "sources": [[ids]], "lengths": [n], "batching": {…}, "in_flight": n}           → the same
     anything that fails                                  → {"ok": false, "error"}
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
@@ -22,6 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+Window = tuple[Sequence[int], int]
+"""Token ids, and how many of the last are scored; at least one is not."""
 _CLOCK_TICK_SECONDS = 0.03
 """/proc counts in hundredths of a second, for the machine and for the process: this much may be mere rounding."""
 
@@ -59,6 +63,13 @@ class System:
     def generate(self, prompts: Sequence[Sequence[int]], new: int) -> list[list[int]]:
         """Exactly `new` greedy ids for each of some equally long prompts, all of them in flight together."""
         raise NotImplementedError
+
+    def score(self, windows: Sequence[Window]) -> float:
+        """-Σ ln p over the scored tokens of windows, each token given all before it in its window.
+
+        A window has fewer tokens than the context.
+        """
+        raise NotImplementedError("it gives no log-probabilities of given tokens")
 
     def translate(
         self, sources: Sequence[Sequence[int]], lengths: Sequence[int], batching: Mapping[str, Any], in_flight: int
@@ -129,6 +140,12 @@ def _answer(system: System, question: dict[str, Any]) -> dict[str, Any]:
             if [len(row) for row in tokens] != [new] * len(prompts):
                 raise RuntimeError(f"asked for {len(prompts)} x {new} tokens, got {[len(row) for row in tokens]}")
             return {"seconds": seconds, "noise": noise, "tokens": tokens}
+        case "score":
+            windows = [(ids, scored) for ids, scored in question["windows"]]
+            nats, seconds, noise = _timed(lambda: system.score(windows))
+            if not math.isfinite(nats):
+                raise RuntimeError(f"the log-probabilities add up to {-nats}")
+            return {"seconds": seconds, "noise": noise, "nats": nats}
         case "translate":
             sources, lengths = question["sources"], question["lengths"]
             batching, in_flight = question["batching"], question["in_flight"]
@@ -138,6 +155,22 @@ def _answer(system: System, question: dict[str, Any]) -> dict[str, Any]:
             return {"seconds": seconds, "noise": noise, "tokens": tokens}
         case other:
             raise ValueError(f"unknown question {other!r}")
+
+
+def nats_of(logits: Any, ids: Sequence[int], scored: int) -> float:
+    """-Σ ln p of a window's scored tokens, from the logits of one system.
+
+    Args:
+        logits: `[T, V]` after tokens of the window, the last of them after its last but one; float, or its log-softmax.
+        ids: the window.
+        scored: how many of its last tokens.
+    """
+    import numpy as np
+
+    wanted = np.asarray(logits)[-scored:].astype(np.float64)
+    peaks = wanted.max(axis=-1, keepdims=True)
+    totals = peaks[:, 0] + np.log(np.exp(wanted - peaks).sum(axis=-1))
+    return float((totals - wanted[np.arange(scored), np.asarray(ids[-scored:])]).sum())
 
 
 def _timed(call: Callable[[], Any]) -> tuple[Any, float, float | None]:

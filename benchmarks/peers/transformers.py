@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.peers.protocol import Options, System, main
+from benchmarks.peers.protocol import Options, System, Window, main, nats_of
 
 
 class Transformers(System):
@@ -41,6 +41,17 @@ class Transformers(System):
             output = self._model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
         tokens: list[list[int]] = output[:, ids.shape[1] :].tolist()
         return tokens
+
+    def score(self, windows: Sequence[Window]) -> float:
+        """Window by window, without a cache."""
+        import torch
+
+        nats = 0.0
+        with torch.inference_mode():
+            for ids, scored in windows:
+                logits = self._model(torch.tensor([ids[:-1]]), use_cache=False).logits[0]
+                nats += nats_of(logits[-scored:].float().numpy(), ids, scored)
+        return nats
 
 
 if __name__ == "__main__":

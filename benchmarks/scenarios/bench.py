@@ -12,6 +12,10 @@ What cannot be installed, converted, loaded or run is a row with its error and n
 greedy tokens that PyTorch, fed the same tokens in float32, would choose too; random weights have close logits, so it
 is worse than a trained model's.
 
+A ratio at a precision is ours over the best peer. At `any` each side has the precision that serves it best, at equal
+loss: a peer counts only where its loss (`benchmarks run loss`, on a trained model) is at most ours, and ours only where
+it is at most that peer's, both within 0.5 % of bits per byte. What has no measured loss does not count.
+
 With `--device cuda` the peers are compiled transformers and a plain torch CUDA graph, all in the present environment.
 Every measurement is a line in `build/bench/bench.jsonl`, where `--resume` continues. The last line of stdout is
 `{"rows": […], "ratios": {…}}`.
@@ -37,12 +41,13 @@ from benchmarks.frame.journal import Entry, Journal
 from benchmarks.frame.models import digest, draw, make_checkpoint
 from benchmarks.frame.roofline import best_limits, roofline
 from benchmarks.frame.rounds import say, shuffled
-from benchmarks.frame.scenario import Run, Scenario, Settings, option
+from benchmarks.frame.scenario import DOCS, Run, Scenario, Settings, option
 from benchmarks.frame.statistics import bootstrap, ratio_of_medians
 from benchmarks.peers import hf_folder
 from benchmarks.peers.child import Child, SystemFailed
 from benchmarks.peers.systems import CUDA_SYSTEMS, OURS, SYSTEMS, InstallError, SystemSpec, python_of
 from benchmarks.scenarios import _bench_report
+from benchmarks.scenarios._bench_losses import Losses, is_at_most, loss_of, read_losses
 from benchmarks.scenarios.translation import one_line
 from model.spec.config import ModelConfig
 from model.training.presets import resolve
@@ -52,6 +57,7 @@ UNIT = "tokens/s"
 _WARM_TOKENS = 2
 _FAILURES = (InstallError, SystemFailed, OSError)
 
+Row = Mapping[str, Any]
 Agreement = Callable[[str, Sequence[Sequence[int]], Sequence[Sequence[int]]], float]
 """From a model's name, prompts and a system's answers to the share of tokens that the reference chooses too."""
 
@@ -71,6 +77,7 @@ class BenchSettings(Settings):
     decode_new: int = option(128, "tokens that decode generates", flag="new", least=2, quick=32)
     rounds: int = option(5, "of all systems", least=1, quick=1)
     repeats: int = option(3, "timed calls per figure and round", least=1, quick=1)
+    losses: Path = option(DOCS / "data" / "peers-loss.json", "data of `loss`; not for --device cuda")  # noqa: RUF009 (a field)
     device: str = option("cpu", "cpu or cuda", choices=("cpu", "cuda"))
     in_place: bool = option(False, "the systems of --device cuda, which need no installation")  # noqa: FBT003
     quality_prompts: int = option(4)
@@ -256,7 +263,7 @@ class Bench:
         return spec.started(
             python,
             weights.checkpoint if spec.is_ours else weights.hugging_face,
-            self.build / "work" / self.settings.device / unit.model / (spec.work or spec.name),
+            self.build / "work" / self.settings.device / unit.model / spec.files,
             self.build / "logs" / f"{unit.model}-{unit.precision}-{unit.system}-{name}.log",
             precision=unit.precision,
             threads=self.settings.threads,
@@ -330,37 +337,68 @@ def _at(entry: Entry, point: Point) -> Mapping[str, Any]:
     return {"error": entry["error"]} if "error" in entry else {}
 
 
-def ratios_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Ours over the best peer, by `model/precision/metric/batch/prompt`; precision `any` lets each side choose its own.
+def ratios_of(rows: Sequence[Row], known: Losses | None = None) -> dict[str, dict[str, Any]]:
+    """Ours over the best peer, by `model/precision/metric/batch/prompt`; `any` is the pair of `_at_equal_loss`.
 
-    There is no entry where no peer has a value; a system of ours without one is None. `interval` and `precision` are of
-    the first of ours that has a value.
+    There is no entry where no peer has a value; a system of ours without one is None. `interval`, `precision` and
+    `loss` are of the first of ours that has a value.
+
+    Args:
+        rows: of `rows_of`.
+        known: losses by system and precision; without them every precision counts.
     """
     ratios = {}
     places = {(row["model"], row["metric"], row["batch"], row["prompt"]) for row in rows}
     for place in sorted(places):
-        here = [row for row in rows if (row["model"], row["metric"], row["batch"], row["prompt"]) == place]
-        for precision in [*dict.fromkeys(row["precision"] for row in here), "any"]:
-            alike = [row for row in here if row["value"] and precision in (row["precision"], "any")]
-            peers = [row for row in alike if row["system"] not in OURS]
-            if not peers:
+        here = [
+            row for row in rows if row["value"] and (row["model"], row["metric"], row["batch"], row["prompt"]) == place
+        ]
+        pairs: dict[str, tuple[Sequence[Row], Any]] = {}
+        for precision in dict.fromkeys(row["precision"] for row in here):
+            alike = [row for row in here if row["precision"] == precision]
+            pairs[precision] = [row for row in alike if row["system"] in OURS], _fastest(_peers(alike))
+        pairs["any"] = _at_equal_loss(here, known)
+        model, metric, batch, prompt = place
+        for precision, (own, best) in pairs.items():
+            if best is None:
                 continue
-            best = _fastest(peers)
-            ours = {name: _fastest([row for row in alike if row["system"] == name]) for name in OURS}
+            ours = {name: _fastest([row for row in own if row["system"] == name]) for name in OURS}
             judged = next((row for row in ours.values() if row is not None), None)
-            model, metric, batch, prompt = place
             ratios[f"{model}/{precision}/{metric}/{batch}/{prompt}"] = {
                 **{name: None if row is None else round(row["value"] / best["value"], 4) for name, row in ours.items()},
                 "interval": _interval(judged, best),
                 "precision": None if judged is None else judged["precision"],
+                "loss": None if judged is None else loss_of(judged, known),
                 "best_peer": best["system"],
                 "best_peer_precision": best["precision"],
+                "best_peer_loss": loss_of(best, known),
                 "best_peer_agreement": best["agreement"],
             }
     return ratios
 
 
-def _fastest(rows: Sequence[Mapping[str, Any]]) -> Any:
+def _at_equal_loss(rows: Sequence[Row], known: Losses | None) -> tuple[Sequence[Row], Any]:
+    """Ours, and the fastest peer whose loss is at most ours; at our fastest precision that has no more loss than it.
+
+    The peer is None if there is no such pair.
+    """
+    ours = [row for row in rows if row["system"] in OURS]
+    if known is None:
+        return ours, _fastest(_peers(rows))
+    judged = next((name for name in OURS if any(row["system"] == name for row in ours)), None)
+    for row in sorted(ours, key=lambda row: -float(row["value"])):
+        if row["system"] == judged:
+            best = _fastest([peer for peer in _peers(rows) if is_at_most(loss_of(peer, known), loss_of(row, known))])
+            if best is not None and is_at_most(loss_of(row, known), loss_of(best, known)):
+                return [each for each in ours if each["precision"] == row["precision"]], best
+    return [], None
+
+
+def _peers(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if row["system"] not in OURS]
+
+
+def _fastest(rows: Sequence[Row]) -> Any:
     """The row with the highest value; None of none."""
     return max(rows, key=lambda row: float(row["value"]), default=None)
 
@@ -427,8 +465,11 @@ def measure(settings: BenchSettings, run: Run) -> dict[str, Any]:
         if row["value"] is None:
             place = f"{row['metric']} {row['batch']} x {row['prompt']}"
             print(f"failed: {row['system']} {row['model']} {row['precision']} {place}: {row['error']}")
+    known = None if is_in_place else read_losses(settings.losses)
+    if known == {}:
+        say(f"{settings.losses} has no losses: there is no ratio at `any` precision")
     limits = best_limits([entry["limits"] for entry in journal.entries if entry.get("limits")])
-    return {"rows": rows, "ratios": ratios_of(rows), "limits": limits}
+    return {"rows": rows, "ratios": ratios_of(rows, known), "limits": limits}
 
 
 SCENARIO = Scenario(

@@ -213,8 +213,8 @@ def test_ratios_compare_with_the_best_peer_of_the_same_precision_and_of_any() ->
 
     def ratio(precision: str | None, served: float | None, engine: float | None, peer: str) -> dict[str, Any]:
         ours = {"onward": served, "onward-unary": None, "onward-engine": engine}
-        ours |= {"precision": precision, "interval": None}
-        return {**ours, **vllm, "best_peer_precision": peer}
+        ours |= {"precision": precision, "interval": None, "loss": None}
+        return {**ours, **vllm, "best_peer_precision": peer, "best_peer_loss": None}
 
     assert ratios == {
         "tiny/fp32/decode/8/128": ratio("fp32", 0.9, 1.1, "fp32"),
@@ -225,6 +225,34 @@ def test_ratios_compare_with_the_best_peer_of_the_same_precision_and_of_any() ->
     rows[0]["samples"], rows[4]["samples"] = rounds, [each * 2 for each in rounds]
     assert ratios_of(rows)["tiny/fp32/decode/8/128"]["interval"] == (0.5, 0.5), "rounds are drawn in pairs"
     assert set(OURS) < set(SYSTEMS)
+
+
+def test_the_ratio_at_any_precision_is_of_a_pair_of_equal_losses() -> None:
+    rows = [
+        row("onward", "int4", 400.0),
+        row("onward", "int8", 300.0),
+        row("onward-engine", "int8", 330.0),
+        row("vllm", "int4", 500.0),
+        row("vllm", "int8", 150.0),
+        row("ctranslate2-workers", "int8", 200.0),
+        row("llama.cpp", "int8", 900.0),
+    ]
+    losses = {("onward", "int4"): 1.6, ("onward", "int8"): 1.5, ("vllm", "int4"): 1.7, ("vllm", "int8"): 1.5}
+
+    def found(**changes: float) -> dict[str, Any] | None:
+        known = losses | {("ctranslate2", "int8"): 1.507} | {(name, "int8"): loss for name, loss in changes.items()}
+        return ratios_of(rows, known).get("tiny/any/decode/8/128")
+
+    fair = found()
+    assert fair is not None
+    assert (fair["precision"], fair["onward"], fair["onward-engine"]) == ("int8", 1.5, 1.65)
+    assert (fair["loss"], fair["best_peer"], fair["best_peer_loss"]) == (1.5, "ctranslate2-workers", 1.507)
+    lossier = found(ctranslate2=1.51)
+    assert lossier is not None
+    assert lossier["best_peer"] == "vllm", "a peer with more loss than ours does not count"
+    assert found(ctranslate2=1.51, vllm=1.51) is None
+    assert "tiny/any/decode/8/128" not in ratios_of(rows, {}), "what was not measured does not count"
+    assert ratios_of(rows, {})["tiny/int4/decode/8/128"]["onward"] == 0.8
 
 
 def test_a_limit_is_the_most_that_any_round_saw() -> None:
@@ -299,6 +327,19 @@ def test_a_child_that_does_not_speak_the_protocol_is_named_and_ended(tmp_path: P
         with pytest.raises(SystemFailed, match="not an answer: b'hello'"):
             child.ask({"do": "load"}, 100)
         assert not child.is_usable
+
+
+def test_a_score_is_the_systems_own_and_no_other_number(tmp_path: Path) -> None:
+    question = {"do": "score", "windows": [([5, 6, 7], 2), ([5, 6], 1)]}
+    for behaviour in ("", "short"):
+        with fake("peer", behaviour).started(
+            Path(sys.executable), tmp_path, tmp_path, tmp_path / "log", precision="fp32", threads=1
+        ) as child:
+            if not behaviour:
+                assert child.ask(question, 100)["nats"] == 1.5
+                continue
+            with pytest.raises(SystemFailed, match="the log-probabilities add up to nan"):
+                child.ask(question, 100)
 
 
 def test_an_environment_is_made_once_for_the_same_pins(tmp_path: Path) -> None:
