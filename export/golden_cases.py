@@ -2,8 +2,8 @@
 
 The schedules cover a server's steps: prompts of several lengths, whole and in even and uneven chunks, decoding after a
 prompt, from the first token and across the end of a chunk, rows that join and leave a ragged batch, and short pasts
-beside one that fills the context. Tokens are random with a fixed seed. The answers come from the reference without a
-cache.
+beside one that fills the context. Rows begin with the start token, the others are random with a fixed seed. Where the
+vocabulary is small, a case feeds each of its tokens. The answers come from the reference without a cache.
 
 For large models the cases are bounded: their length by the reference's memory and by the time of a replay at every
 server start, but to no less than `MIN_TOKENS`; the number of logits by the file size, about 40 rows for a large
@@ -17,7 +17,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 
 import numpy as np
 
@@ -43,6 +43,9 @@ _MAX_PREFILL_MULTIPLICATIONS = 1.5e11
 _MAX_DECODE_MULTIPLICATIONS = 1e10
 _MAX_LOGITS = 1e6
 _LEAST_LOGITS = 4
+_MAX_VOCABULARY_MULTIPLICATIONS = 3e10
+_TOKENS_PER_OUTPUT = 64
+"""Of an encoder-decoder in the case that feeds every token."""
 _MAX_ATTENTION_WEIGHTS = 2**17
 
 
@@ -52,22 +55,28 @@ class GoldenCaseError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A case without answers: lengths of its rows and their sources, and its schedule."""
+    """A case without answers: lengths of its rows and their sources, and its schedule.
+
+    `feeds_every_token`: its rows together have all tokens of the vocabulary, and its sources all of theirs.
+    """
 
     name: str
     lengths: tuple[int, ...]
     steps: tuple[Step, ...]
     source_lengths: tuple[int, ...] = ()
+    feeds_every_token: bool = False
 
     def compared(self, vocab_size: int) -> tuple[int, ...] | None:
         """Numbers of the feeds whose logits are stored; None: all, where they are few or the vocabulary is small.
 
-        The last one, and others evenly spaced.
+        The last one, and others evenly spaced; where every token must show, the last one of each row.
         """
         num_feeds = sum(map(len, self.steps))
         most = max(_LEAST_LOGITS, int(_MAX_LOGITS / vocab_size))
         if num_feeds <= most:
             return None
+        if self.feeds_every_token:
+            return tuple(sorted({feed.row: number for number, feed in enumerate(chain(*self.steps))}.values()))
         return tuple(sorted({num_feeds - 1 - number * (num_feeds - 1) // (most - 1) for number in range(most)}))
 
 
@@ -142,6 +151,10 @@ def _plan_decoder_only(config: ModelConfig, size: int) -> Iterator[Plan]:
     decodes = [tuple(Feed(row, past + new, 1) for row, past in enumerate(pasts)) for new in range(num_decoded)]
     lengths = tuple(past + num_decoded for past in pasts)
     yield Plan(f"ragged-pasts-{len(pasts)}", lengths, (*prefills, *decodes))
+    if _has_few_tokens(config, size):
+        lengths = _shares(config.vocab_size, min(CHUNK, longest))
+        steps = tuple(step for row, length in enumerate(lengths) for step in _split(row, (length,)))
+        yield Plan(f"every-token-{config.vocab_size}", lengths, steps, feeds_every_token=True)
 
 
 def _plan_encoder_decoder(config: ModelConfig, size: int) -> Iterator[Plan]:
@@ -154,6 +167,15 @@ def _plan_encoder_decoder(config: ModelConfig, size: int) -> Iterator[Plan]:
     lengths = _ragged(config, longest)
     sources = _clipped((7, 33, 1, 16, 20, 3, 48, 12), longest_source)[: len(lengths)]
     yield Plan(f"ragged-{len(lengths)}", lengths, staggered(lengths), sources)
+    if _has_few_tokens(config, size):
+        outputs = _shares(config.vocab_size, min(_TOKENS_PER_OUTPUT, longest))
+        sources = _shares(config.source_vocab_size, min(_TOKENS_PER_OUTPUT, longest_source))
+        num_rows = max(len(outputs), len(sources))
+        lengths, sources = (_repeated(each, num_rows) for each in (outputs, sources))
+        steps = tuple(
+            tuple(Feed(row, at, 1) for row, length in enumerate(lengths) if at < length) for at in range(lengths[0])
+        )
+        yield Plan(f"every-token-{config.vocab_size}", lengths, steps, sources, feeds_every_token=True)
 
 
 def _long_pasts(longest: int) -> Plan:
@@ -187,6 +209,22 @@ def _longest(context: int, config: ModelConfig, max_tokens: float) -> int:
     return max(1, min(context, math.isqrt(_MAX_SCORE_BYTES // (4 * numbers)), int(max_tokens)))
 
 
+def _has_few_tokens(config: ModelConfig, size: int) -> bool:
+    """Whether a replay of every token takes little time, and its logits little space."""
+    num_tokens = max(config.vocab_size, config.source_vocab_size)
+    return num_tokens <= _LARGE_VOCABULARY and num_tokens * size <= _MAX_VOCABULARY_MULTIPLICATIONS
+
+
+def _shares(num_tokens: int, longest: int) -> tuple[int, ...]:
+    """Lengths of rows that have so many tokens together, the last one the rest."""
+    rest = num_tokens % longest
+    return (longest,) * (num_tokens // longest) + ((rest,) if rest else ())
+
+
+def _repeated(lengths: tuple[int, ...], count: int) -> tuple[int, ...]:
+    return (lengths * -(-count // len(lengths)))[:count]
+
+
 def _clipped(lengths: Sequence[int], longest: int) -> tuple[int, ...]:
     return tuple(min(length, longest) for length in lengths)
 
@@ -212,13 +250,16 @@ class _Answers:
     def complete(self, plan: Plan) -> GoldenCase:
         """Draws the tokens and adds the logits after every feed."""
         config = self.model.config
-        sequences = tuple(_tokens(row, length, config.vocab_size) for row, length in enumerate(plan.lengths))
-        if config.is_encoder_decoder:
+        if plan.feeds_every_token:
+            sequences = _every_token(plan.lengths, config.vocab_size)
+            sources = _every_token(plan.source_lengths, config.source_vocab_size)
+        else:
+            sequences = tuple(_tokens(row, length, config.vocab_size) for row, length in enumerate(plan.lengths))
             for sequence in sequences:
                 sequence[0] = config.bos_id
-        sources = tuple(
-            _tokens(row, length, config.source_vocab_size) for row, length in enumerate(plan.source_lengths)
-        )
+            sources = tuple(
+                _tokens(row, length, config.source_vocab_size) for row, length in enumerate(plan.source_lengths)
+            )
         chosen = plan.compared(config.vocab_size)
         case = GoldenCase(plan.name, sequences, sources, plan.steps, np.empty((0, 0), np.float32), compared=chosen)
         rows = [
@@ -241,3 +282,11 @@ class _Answers:
 def _tokens(row: int, length: int, vocab_size: int) -> Int64:
     """Random tokens, a function of row and length."""
     return np.random.default_rng((_SEED, row)).integers(0, vocab_size, length, dtype=np.int64)
+
+
+def _every_token(lengths: Sequence[int], vocab_size: int) -> tuple[Int64, ...]:
+    """Rows of all tokens in a random order, which begins again where the rows are longer."""
+    if not lengths:
+        return ()
+    order = np.random.default_rng(_SEED).permutation(vocab_size).astype(np.int64)
+    return tuple(np.split(np.resize(order, sum(lengths)), np.cumsum(lengths)[:-1]))
