@@ -19,6 +19,7 @@ from pathlib import Path
 from export import blocks, slots
 from export.golden_cases import make_attention_cases, make_cases
 from export.job import Job
+from export.loss import max_relative_rms
 from export.oracle import check
 from export.staging import replacing
 from export.stored_weights import compare
@@ -82,7 +83,7 @@ def export(
         raise Refused(problems)
     with replacing(out) as folder:
         on_stage("golden cases by the reference")
-        cases = make_cases(checkpoint.model)
+        cases = make_cases(checkpoint.model, is_quantized=max_relative_rms(precision, kv_precision) is not None)
         attention = make_attention_cases(checkpoint.model) if explain_graph else ()
         if explain_graph:
             golden_attention.save(folder / artifact.GOLDEN_ATTENTION, attention)

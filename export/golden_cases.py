@@ -2,8 +2,9 @@
 
 The schedules cover a server's steps: prompts of several lengths, whole and in even and uneven chunks, decoding after a
 prompt, from the first token and across the end of a chunk, rows that join and leave a ragged batch, and short pasts
-beside one that fills the context. Rows begin with the start token, the others are random with a fixed seed. Where the
-vocabulary is small, a case feeds each of its tokens. The answers come from the reference without a cache.
+beside one that fills the context. The start token begins outputs of encoder-decoders and a row of each case of others;
+further tokens are random with a fixed seed. In quantized graphs the token table is not the head, so that a case feeds
+every token where the vocabulary is small. The answers come from the reference without a cache.
 
 For large models the cases are bounded: their length by the reference's memory and by the time of a replay at every
 server start, but to no less than `MIN_TOKENS`; the number of logits by the file size, about 40 rows for a large
@@ -80,19 +81,42 @@ class Plan:
         return tuple(sorted({num_feeds - 1 - number * (num_feeds - 1) // (most - 1) for number in range(most)}))
 
 
-def make_cases(model: Transformer) -> tuple[GoldenCase, ...]:
+def make_cases(model: Transformer, *, is_quantized: bool = False) -> tuple[GoldenCase, ...]:
     """Plans the cases that fit a model and answers them with `model.nn.reference`.
 
     Raises:
         GoldenCaseError: when a logit is not finite.
     """
     answers = _Answers(model)
-    return tuple(answers.complete(each) for each in plan(model.config, num_parameters(model)))
+    size = num_parameters(model)
+    plans = [*plan(model.config, size), *(plan_every_token(model.config, size) if is_quantized else ())]
+    return tuple(answers.complete(each) for each in plans)
 
 
 def plan(config: ModelConfig, size: int) -> Iterator[Plan]:
-    """The cases of a model with `size` parameters."""
+    """The cases of a model with `size` parameters, in any precision."""
     return (_plan_encoder_decoder if config.is_encoder_decoder else _plan_decoder_only)(config, size)
+
+
+def plan_every_token(config: ModelConfig, size: int) -> Iterator[Plan]:
+    """A case of every token, where that takes little time, and its logits little space."""
+    num_tokens = max(config.vocab_size, config.source_vocab_size)
+    if num_tokens > _LARGE_VOCABULARY or num_tokens * size > _MAX_VOCABULARY_MULTIPLICATIONS:
+        return
+    name = f"every-token-{config.vocab_size}"
+    sources: tuple[int, ...] = ()
+    if config.is_encoder_decoder:
+        outputs = _shares(config.vocab_size, min(_TOKENS_PER_OUTPUT, config.context))
+        sources = _shares(config.source_vocab_size, min(_TOKENS_PER_OUTPUT, config.source_context))
+        num_rows = max(len(outputs), len(sources))
+        lengths, sources = _repeated(outputs, num_rows), _repeated(sources, num_rows)
+        steps = tuple(
+            tuple(Feed(row, at, 1) for row, length in enumerate(lengths) if at < length) for at in range(lengths[0])
+        )
+    else:
+        lengths = _shares(config.vocab_size, min(CHUNK, config.context))
+        steps = tuple(step for row, length in enumerate(lengths) for step in _split(row, (length,)))
+    yield Plan(name, lengths, steps, sources, feeds_every_token=True)
 
 
 def make_attention_cases(model: Transformer) -> tuple[AttentionCase, ...]:
@@ -151,10 +175,6 @@ def _plan_decoder_only(config: ModelConfig, size: int) -> Iterator[Plan]:
     decodes = [tuple(Feed(row, past + new, 1) for row, past in enumerate(pasts)) for new in range(num_decoded)]
     lengths = tuple(past + num_decoded for past in pasts)
     yield Plan(f"ragged-pasts-{len(pasts)}", lengths, (*prefills, *decodes))
-    if _has_few_tokens(config, size):
-        lengths = _shares(config.vocab_size, min(CHUNK, longest))
-        steps = tuple(step for row, length in enumerate(lengths) for step in _split(row, (length,)))
-        yield Plan(f"every-token-{config.vocab_size}", lengths, steps, feeds_every_token=True)
 
 
 def _plan_encoder_decoder(config: ModelConfig, size: int) -> Iterator[Plan]:
@@ -167,15 +187,6 @@ def _plan_encoder_decoder(config: ModelConfig, size: int) -> Iterator[Plan]:
     lengths = _ragged(config, longest)
     sources = _clipped((7, 33, 1, 16, 20, 3, 48, 12), longest_source)[: len(lengths)]
     yield Plan(f"ragged-{len(lengths)}", lengths, staggered(lengths), sources)
-    if _has_few_tokens(config, size):
-        outputs = _shares(config.vocab_size, min(_TOKENS_PER_OUTPUT, longest))
-        sources = _shares(config.source_vocab_size, min(_TOKENS_PER_OUTPUT, longest_source))
-        num_rows = max(len(outputs), len(sources))
-        lengths, sources = (_repeated(each, num_rows) for each in (outputs, sources))
-        steps = tuple(
-            tuple(Feed(row, at, 1) for row, length in enumerate(lengths) if at < length) for at in range(lengths[0])
-        )
-        yield Plan(f"every-token-{config.vocab_size}", lengths, steps, sources, feeds_every_token=True)
 
 
 def _long_pasts(longest: int) -> Plan:
@@ -207,12 +218,6 @@ def _longest(context: int, config: ModelConfig, max_tokens: float) -> int:
     # Numbers that the reference stores per query and key: a score per head, or the terms of an additive score.
     numbers = config.num_heads * (config.head_dim if config.attention_score is AttentionScore.ADDITIVE else 1)
     return max(1, min(context, math.isqrt(_MAX_SCORE_BYTES // (4 * numbers)), int(max_tokens)))
-
-
-def _has_few_tokens(config: ModelConfig, size: int) -> bool:
-    """Whether a replay of every token takes little time, and its logits little space."""
-    num_tokens = max(config.vocab_size, config.source_vocab_size)
-    return num_tokens <= _LARGE_VOCABULARY and num_tokens * size <= _MAX_VOCABULARY_MULTIPLICATIONS
 
 
 def _shares(num_tokens: int, longest: int) -> tuple[int, ...]:
@@ -255,7 +260,7 @@ class _Answers:
             sources = _every_token(plan.source_lengths, config.source_vocab_size)
         else:
             sequences = tuple(_tokens(row, length, config.vocab_size) for row, length in enumerate(plan.lengths))
-            for sequence in sequences:
+            for sequence in sequences if config.is_encoder_decoder else sequences[1:2]:
                 sequence[0] = config.bos_id
             sources = tuple(
                 _tokens(row, length, config.source_vocab_size) for row, length in enumerate(plan.source_lengths)

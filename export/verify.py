@@ -170,7 +170,8 @@ def replay(
         for case in cases:
             logits = _run(replayer.run, case, on_case)
             answers.append(np.empty((0, 0), np.float32) if logits is None else logits)
-            results.append(golden.compare(case, answers[-1], tolerance, arithmetic_of(manifest)))
+            # The case says whether its bits are known: a manifest could say otherwise, and widen the limit.
+            results.append(golden.compare(case, answers[-1], tolerance, kernels.arithmetic(ort.__version__)))
             meter.add(case.logits, answers[-1])
     else:
         cases = attention = ()

@@ -50,7 +50,8 @@ class Engine:
     `name` identifies the engine in the log.
 
     Attributes:
-        arithmetic: what decides the bits of its graphs (`model.kernels.arithmetic`); empty if the batch does, too.
+        arithmetic: what decides the bits of its graphs (`model.kernels.arithmetic`), if they are reproducible, which the
+            golden cases say.
     """
 
     def __init__(

@@ -5,6 +5,7 @@ A sample of tiny mutants; `--whole`: every one, at a width of 768.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import shutil
 from collections.abc import Iterator, Sequence
@@ -19,8 +20,8 @@ from onnx import helper, numpy_helper
 from export.verify import verify
 from model import kernels
 from model.spec import golden
-from model.spec.artifact import GOLDEN, ArtifactError, KVPrecision, Precision, load
-from model.spec.config import Architecture
+from model.spec.artifact import GOLDEN, MANIFEST, ArtifactError, KVPrecision, Precision, load, read_manifest
+from model.spec.config import Architecture, AttentionScore
 from model.spec.golden import MAX_DRIFT, MAX_OTHER_DRIFT, CaseResult
 from service.engine.engine import LastRun
 from service.engine.factory import build_engine
@@ -118,6 +119,23 @@ def test_a_graph_that_answers_otherwise_only_where_no_case_asks_is_refused(tmp_p
         verify(folder, lambda _: None)
     with pytest.raises(StartupError, match=r"decoder\.onnx is not the file"):
         load_model(folder)
+
+
+def test_a_manifest_cannot_widen_the_limit(tmp_path: Path) -> None:
+    """Additive scores are not reproducible; whether an artifact's bits are known is for its golden cases to say."""
+    folder = Path(shutil.copytree(tiny_artifact(Architecture.ENCODER_DECODER, Precision.INT8), tmp_path / "mutant"))
+    manifest = read_manifest(folder)
+    config = dataclasses.replace(manifest.config, attention_score=AttentionScore.ADDITIVE)
+    (folder / MANIFEST).write_text(dataclasses.replace(manifest, config=config).to_json())
+    assert not read_manifest(folder).is_reproducible
+    change_tensor(folder, "decoder.onnx", "layers.1.feed_forward.down.weight_scale", lambda scales: scales * 1.05)
+    report = verify(folder, lambda _: None)
+    assert report.failed
+    assert all(case.max_drift == MAX_DRIFT and case.max_abs_error <= case.tolerance for case in report.cases)
+    options = SessionOptions(intra_op_threads=1)
+    engine = build_engine(folder, load(folder), lambda _: "", EngineLimits(max_batch_size=3), options, LastRun())
+    tolerance = golden.tolerance_of(manifest.precision, manifest.kv_cache.precision)
+    assert not all(case.passed for case in engine.verify_golden(golden.load(folder / GOLDEN), tolerance))
 
 
 def test_the_engine_that_serves_refuses_a_mutant_where_the_exports_kernels_compute(tmp_path: Path) -> None:
