@@ -50,8 +50,8 @@ class Engine:
     `name` identifies the engine in the log.
 
     Attributes:
-        arithmetic: what decides the bits of its graphs (`model.kernels.arithmetic`), if they are reproducible, which the
-            golden cases say.
+        arithmetic: what decides the bits of its graphs (`model.kernels.arithmetic`), if golden cases say that they are
+            reproducible.
     """
 
     def __init__(
