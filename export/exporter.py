@@ -19,13 +19,14 @@ from pathlib import Path
 from export import blocks, slots
 from export.golden_cases import make_attention_cases, make_cases
 from export.job import Job
+from export.loss import max_relative_rms
 from export.oracle import check
 from export.staging import replacing
 from export.stored_weights import compare
 from export.verify import ParityReport, arithmetic_of, load_checked
 from model.checkpoint import Checkpoint
-from model.spec import artifact, golden, golden_attention, golden_texts
-from model.spec.artifact import EXPLAIN, Device, KVFormat, KVLayout, KVPrecision, Precision
+from model.spec import artifact, golden, golden_attention, golden_origin, golden_texts
+from model.spec.artifact import EXPLAIN, Device, FileEntry, KVFormat, KVLayout, KVPrecision, Precision
 from model.spec.chat import ChatSettings
 from model.spec.reading import read_text
 from model.spec.tokenizer import Tokenizer, TokenizerError
@@ -82,7 +83,7 @@ def export(
         raise Refused(problems)
     with replacing(out) as folder:
         on_stage("golden cases by the reference")
-        cases = make_cases(checkpoint.model)
+        cases = make_cases(checkpoint.model, is_quantized=max_relative_rms(precision, kv_precision) is not None)
         attention = make_attention_cases(checkpoint.model) if explain_graph else ()
         if explain_graph:
             golden_attention.save(folder / artifact.GOLDEN_ATTENTION, attention)
@@ -105,11 +106,11 @@ def export(
             on_stage("PyTorch with the stored weights")
             oracle = check(folder, draft, checkpoint.model, cases)
         report = dataclasses.replace(report, weights=weights, oracle=oracle)
-        golden.save(folder / artifact.GOLDEN, cases)
         golden_texts.save(folder / artifact.GOLDEN_TEXTS, _record_texts(checkpoint))
+        origin = golden_origin.of(dataclasses.replace(draft, files=_hashed(folder)))
+        golden.save(folder / artifact.GOLDEN, cases, origin)
         (folder / artifact.PARITY).write_text(report.to_json(), encoding="utf-8")
-        files = {path.name: artifact.hash_file(path) for path in sorted(folder.iterdir())}
-        manifest = dataclasses.replace(draft, files=files)
+        manifest = dataclasses.replace(draft, files=_hashed(folder))
         (folder / artifact.MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
         on_stage("checking the artifact as a server would")
         load_checked(folder, (device,))
@@ -144,6 +145,10 @@ def _check_folder(out: Path) -> list[str]:
     if any(out.iterdir()) and not _is_artifact(out):
         return [f"{out} is neither empty nor an artifact: it is not overwritten"]
     return []
+
+
+def _hashed(folder: Path) -> dict[str, FileEntry]:
+    return {path.name: artifact.hash_file(path) for path in sorted(folder.iterdir())}
 
 
 def _is_artifact(folder: Path) -> bool:

@@ -2,8 +2,9 @@
 
 The schedules cover a server's steps: prompts of several lengths, whole and in even and uneven chunks, decoding after a
 prompt, from the first token and across the end of a chunk, rows that join and leave a ragged batch, and short pasts
-beside one that fills the context. Tokens are random with a fixed seed. The answers come from the reference without a
-cache.
+beside one that fills the context. The start token begins outputs of encoder-decoders and a row of each case of others;
+further tokens are random with a fixed seed. In quantized graphs the token table is not the head, so that a case feeds
+every token where the vocabulary is small. The answers come from the reference without a cache.
 
 For large models the cases are bounded: their length by the reference's memory and by the time of a replay at every
 server start, but to no less than `MIN_TOKENS`; the number of logits by the file size, about 40 rows for a large
@@ -17,7 +18,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 
 import numpy as np
 
@@ -43,6 +44,9 @@ _MAX_PREFILL_MULTIPLICATIONS = 1.5e11
 _MAX_DECODE_MULTIPLICATIONS = 1e10
 _MAX_LOGITS = 1e6
 _LEAST_LOGITS = 4
+_MAX_VOCABULARY_MULTIPLICATIONS = 3e10
+_TOKENS_PER_OUTPUT = 64
+"""Of an encoder-decoder in the case that feeds every token."""
 _MAX_ATTENTION_WEIGHTS = 2**17
 
 
@@ -52,38 +56,67 @@ class GoldenCaseError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A case without answers: lengths of its rows and their sources, and its schedule."""
+    """A case without answers: lengths of its rows and their sources, and its schedule.
+
+    `feeds_every_token`: its rows together have all tokens of the vocabulary, and its sources all of theirs.
+    """
 
     name: str
     lengths: tuple[int, ...]
     steps: tuple[Step, ...]
     source_lengths: tuple[int, ...] = ()
+    feeds_every_token: bool = False
 
     def compared(self, vocab_size: int) -> tuple[int, ...] | None:
         """Numbers of the feeds whose logits are stored; None: all, where they are few or the vocabulary is small.
 
-        The last one, and others evenly spaced.
+        The last one, and others evenly spaced; where every token must show, the last one of each row.
         """
         num_feeds = sum(map(len, self.steps))
         most = max(_LEAST_LOGITS, int(_MAX_LOGITS / vocab_size))
         if num_feeds <= most:
             return None
+        if self.feeds_every_token:
+            return tuple(sorted({feed.row: number for number, feed in enumerate(chain(*self.steps))}.values()))
         return tuple(sorted({num_feeds - 1 - number * (num_feeds - 1) // (most - 1) for number in range(most)}))
 
 
-def make_cases(model: Transformer) -> tuple[GoldenCase, ...]:
+def make_cases(model: Transformer, *, is_quantized: bool = False) -> tuple[GoldenCase, ...]:
     """Plans the cases that fit a model and answers them with `model.nn.reference`.
 
     Raises:
         GoldenCaseError: when a logit is not finite.
     """
     answers = _Answers(model)
-    return tuple(answers.complete(each) for each in plan(model.config, num_parameters(model)))
+    size = num_parameters(model)
+    plans = [*plan(model.config, size), *(plan_every_token(model.config, size) if is_quantized else ())]
+    return tuple(answers.complete(each) for each in plans)
 
 
 def plan(config: ModelConfig, size: int) -> Iterator[Plan]:
-    """The cases of a model with `size` parameters."""
+    """The cases of a model with `size` parameters, in any precision."""
     return (_plan_encoder_decoder if config.is_encoder_decoder else _plan_decoder_only)(config, size)
+
+
+def plan_every_token(config: ModelConfig, size: int) -> Iterator[Plan]:
+    """A case of every token, where that takes little time, and its logits little space."""
+    num_tokens = max(config.vocab_size, config.source_vocab_size)
+    if num_tokens > _LARGE_VOCABULARY or num_tokens * size > _MAX_VOCABULARY_MULTIPLICATIONS:
+        return
+    name = f"every-token-{config.vocab_size}"
+    sources: tuple[int, ...] = ()
+    if config.is_encoder_decoder:
+        outputs = _shares(config.vocab_size, min(_TOKENS_PER_OUTPUT, config.context))
+        sources = _shares(config.source_vocab_size, min(_TOKENS_PER_OUTPUT, config.source_context))
+        num_rows = max(len(outputs), len(sources))
+        lengths, sources = _repeated(outputs, num_rows), _repeated(sources, num_rows)
+        steps = tuple(
+            tuple(Feed(row, at, 1) for row, length in enumerate(lengths) if at < length) for at in range(lengths[0])
+        )
+    else:
+        lengths = _shares(config.vocab_size, min(CHUNK, config.context))
+        steps = tuple(step for row, length in enumerate(lengths) for step in _split(row, (length,)))
+    yield Plan(name, lengths, steps, sources, feeds_every_token=True)
 
 
 def make_attention_cases(model: Transformer) -> tuple[AttentionCase, ...]:
@@ -187,6 +220,16 @@ def _longest(context: int, config: ModelConfig, max_tokens: float) -> int:
     return max(1, min(context, math.isqrt(_MAX_SCORE_BYTES // (4 * numbers)), int(max_tokens)))
 
 
+def _shares(num_tokens: int, longest: int) -> tuple[int, ...]:
+    """Lengths of rows that have so many tokens together, the last one the rest."""
+    rest = num_tokens % longest
+    return (longest,) * (num_tokens // longest) + ((rest,) if rest else ())
+
+
+def _repeated(lengths: tuple[int, ...], count: int) -> tuple[int, ...]:
+    return (lengths * -(-count // len(lengths)))[:count]
+
+
 def _clipped(lengths: Sequence[int], longest: int) -> tuple[int, ...]:
     return tuple(min(length, longest) for length in lengths)
 
@@ -212,13 +255,16 @@ class _Answers:
     def complete(self, plan: Plan) -> GoldenCase:
         """Draws the tokens and adds the logits after every feed."""
         config = self.model.config
-        sequences = tuple(_tokens(row, length, config.vocab_size) for row, length in enumerate(plan.lengths))
-        if config.is_encoder_decoder:
-            for sequence in sequences:
+        if plan.feeds_every_token:
+            sequences = _every_token(plan.lengths, config.vocab_size)
+            sources = _every_token(plan.source_lengths, config.source_vocab_size)
+        else:
+            sequences = tuple(_tokens(row, length, config.vocab_size) for row, length in enumerate(plan.lengths))
+            for sequence in sequences if config.is_encoder_decoder else sequences[1:2]:
                 sequence[0] = config.bos_id
-        sources = tuple(
-            _tokens(row, length, config.source_vocab_size) for row, length in enumerate(plan.source_lengths)
-        )
+            sources = tuple(
+                _tokens(row, length, config.source_vocab_size) for row, length in enumerate(plan.source_lengths)
+            )
         chosen = plan.compared(config.vocab_size)
         case = GoldenCase(plan.name, sequences, sources, plan.steps, np.empty((0, 0), np.float32), compared=chosen)
         rows = [
@@ -241,3 +287,11 @@ class _Answers:
 def _tokens(row: int, length: int, vocab_size: int) -> Int64:
     """Random tokens, a function of row and length."""
     return np.random.default_rng((_SEED, row)).integers(0, vocab_size, length, dtype=np.int64)
+
+
+def _every_token(lengths: Sequence[int], vocab_size: int) -> tuple[Int64, ...]:
+    """Rows of all tokens in a random order, which begins again where the rows are longer."""
+    if not lengths:
+        return ()
+    order = np.random.default_rng(_SEED).permutation(vocab_size).astype(np.int64)
+    return tuple(np.split(np.resize(order, sum(lengths)), np.cumsum(lengths)[:-1]))

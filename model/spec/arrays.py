@@ -34,11 +34,12 @@ _LOCATOR_BYTES = 20
 _METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 
 
-def save_arrays(path: Path, arrays: Mapping[str, npt.NDArray[np.generic]], index: Any) -> None:
-    """Writes arrays and the JSON `index`, nothing pickled."""
-    encoded = np.frombuffer(json.dumps(index).encode(), dtype=np.uint8)
+def save_arrays(path: Path, arrays: Mapping[str, npt.NDArray[np.generic]], index: Any, **others: Any) -> None:
+    """Writes arrays, the JSON `index` and JSON of other names, nothing pickled."""
+    texts = {name: json.dumps(value).encode() for name, value in {"index": index, **others}.items()}
+    encoded = {name: np.frombuffer(text, dtype=np.uint8) for name, text in texts.items()}
     with path.open("wb") as stream:
-        np.savez_compressed(stream, allow_pickle=False, index=encoded, **arrays)
+        np.savez_compressed(stream, allow_pickle=False, **encoded, **arrays)
 
 
 class ArrayFile:
@@ -100,16 +101,23 @@ class ArrayFile:
             array: npt.NDArray[Any] = npy.read_array(stream, allow_pickle=False)
         return array
 
+    def __contains__(self, name: str) -> bool:
+        return f"{name}.npy" in self._archive.NameToInfo
+
     def read_index(self) -> Any:
-        """The JSON in the byte array "index", which describes the other arrays.
+        """The JSON in the byte array "index", which describes the other arrays; errors as in `read_json`."""
+        return self.read_json("index")
+
+    def read_json(self, name: str) -> Any:
+        """The JSON in a byte array.
 
         Raises:
             KeyError: when there is none.
             ValueError: when it is no JSON, or larger than `MAX_INDEX_BYTES`.
         """
-        (num_bytes,) = self.shape("index", np.uint8, 1)
+        (num_bytes,) = self.shape(name, np.uint8, 1)
         check_size(num_bytes, MAX_INDEX_BYTES)
-        return json.loads(self.read("index", np.uint8, 1).tobytes())
+        return json.loads(self.read(name, np.uint8, 1).tobytes())
 
 
 def _check_directory(stream: BinaryIO) -> None:

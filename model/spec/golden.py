@@ -224,8 +224,8 @@ def check_steps(case: GoldenCase) -> None:
         raise ValueError(f"{case.name}: {len(case.sources)} sources for {len(case.sequences)} sequences")
 
 
-def save(path: Path, cases: Iterable[GoldenCase]) -> None:
-    """Writes golden.npz: flat arrays and one JSON index."""
+def save(path: Path, cases: Iterable[GoldenCase], origin: Mapping[str, Any] | None = None) -> None:
+    """Writes golden.npz: flat arrays, one JSON index, and the cases' `model.spec.golden_origin`."""
     arrays: dict[str, npt.NDArray[np.generic]] = {}
     index = []
     for number, case in enumerate(cases):
@@ -242,7 +242,7 @@ def save(path: Path, cases: Iterable[GoldenCase]) -> None:
             arrays[f"{number}/exported"] = case.exported
             entry["arithmetic"] = case.arithmetic
         index.append(entry)
-    save_arrays(path, arrays, index)
+    save_arrays(path, arrays, index, **({} if origin is None else {"origin": origin}))
 
 
 def load(path: Path, config: ModelConfig | None = None) -> tuple[GoldenCase, ...]:

@@ -50,7 +50,8 @@ class Engine:
     `name` identifies the engine in the log.
 
     Attributes:
-        arithmetic: what decides the bits of its graphs (`model.kernels.arithmetic`); empty if the batch does, too.
+        arithmetic: what decides the bits of its graphs (`model.kernels.arithmetic`), if golden cases say that they are
+            reproducible.
     """
 
     def __init__(

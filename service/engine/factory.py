@@ -87,8 +87,7 @@ def build_engine(
     budget = plan_kv_memory(manifest, limits.max_batch_size, limits.kv_memory_bytes)
     scheduler = Scheduler(limits, shape, decode, budget)
     engine = Engine(scheduler, runner, Sampler(top), last_run, warm_up=warm_up, prepare=prepare, name=str(folder))
-    if manifest.is_reproducible:
-        engine.arithmetic = arithmetic_of(options)
+    engine.arithmetic = arithmetic_of(options)
     return engine
 
 

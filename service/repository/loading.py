@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from model.spec import golden, golden_texts
+from model.spec import golden, golden_origin, golden_texts
 from model.spec.artifact import (
     CHAT,
     DECODER,
@@ -283,6 +283,11 @@ def _read(name: str, folder: Path, manifest: Manifest) -> ServedModel:
             problems += [f"{folder}: {each}" for each in golden_texts.check(folder, manifest, prompt, output)]
         except (OSError, ValueError) as error:
             problems.append(f"{folder / GOLDEN_TEXTS}: {error}")
+    if not problems:
+        try:
+            problems += [f"{folder}: {each}" for each in golden_origin.check(folder, manifest)]
+        except ValueError as error:
+            problems.append(f"{folder}: {error}")
     if problems or prompt is None or output is None:
         raise StartupError(problems)
     return ServedModel(

@@ -30,7 +30,7 @@ from model.spec import artifact
 from model.spec.chat import ChatSettings
 from onward.v1 import generation_pb2 as pb
 from onward.v1.generation_pb2_grpc import GenerationServiceStub
-from tests.artifacts import tiny_artifact
+from tests.artifacts import rehash, tiny_artifact
 
 DECODER, TRANSLATOR = "decoder-only", "encoder-decoder"
 MODELS = (DECODER, TRANSLATOR)
@@ -164,6 +164,7 @@ def put_complete_artifacts(folder: Path) -> None:
     manifest = artifact.read_manifest(own)
     files = {**manifest.files, artifact.CHAT: artifact.hash_file(own / artifact.CHAT)}
     (own / artifact.MANIFEST).write_text(dataclasses.replace(manifest, files=files).to_json())
+    rehash(own)
 
 
 def put_long_artifact(folder: Path) -> None:

@@ -53,7 +53,7 @@ from service.engine.types import GenerationRequest, SamplingParams, StoppingPara
 from service.errors import EngineFailed, StartupError
 from service.repository import loading
 from service.repository.loading import load_model, settle_device
-from tests.artifacts import paged_artifact, tiny_artifact, tiny_checkpoint, tiny_config
+from tests.artifacts import paged_artifact, rehash, tiny_artifact, tiny_checkpoint, tiny_config
 from tests.cuda_double import PROVIDER, HostLibrary, Recorded, SessionDouble, answers
 from tests.fakes import drain
 from tests.servers import connect, generate_request
@@ -277,6 +277,7 @@ async def test_models_are_loaded_and_unloaded_on_a_device_by_the_engine_thread_a
         shutil.copytree(paged_artifact(DECODER_ONLY), tmp_path / name)
         text = dataclasses.replace(artifact.read_manifest(tmp_path / name), device=Device.CUDA).to_json()
         (tmp_path / name / artifact.MANIFEST).write_text(text, encoding="utf-8")
+        rehash(tmp_path / name)
     shutil.move(tmp_path / "b", tmp_path / ".b")
     config = ServeConfig(
         models=tmp_path,

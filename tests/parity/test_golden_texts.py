@@ -14,11 +14,13 @@ import pytest
 from export.__main__ import main as export_main
 from export.verify import verify
 from model.__main__ import main
-from model.spec import artifact
-from model.spec.artifact import CHAT, GOLDEN_TEXTS, MANIFEST, TOKENIZER, ArtifactError
+from model.spec import artifact, golden
+from model.spec.artifact import CHAT, GOLDEN, GOLDEN_TEXTS, MANIFEST, TOKENIZER, ArtifactError, Precision
+from model.spec.chat import ChatSettings
+from model.spec.generation import GenerationRules
 from service.errors import StartupError
 from service.repository.loading import load_model
-from tests.artifacts import rehash, tiny_artifact
+from tests.artifacts import rehash, tiny_artifact, write_checksums
 from tests.hf_folders import write_folder
 
 Mutate = Callable[[Path], None]
@@ -86,13 +88,12 @@ MUTANTS: dict[str, tuple[Mutate, str]] = {
 
 def refused(folder: Path, said: str) -> None:
     """Both refuse the folder."""
-    rehash(folder)
     with pytest.raises(ArtifactError) as problem:
         verify(folder, lambda _: None)
-    assert f"{GOLDEN_TEXTS}: {said}" in str(problem.value)
+    assert said in str(problem.value)
     with pytest.raises(StartupError) as refusal:
         load_model(folder)
-    assert f"{GOLDEN_TEXTS}: {said}" in str(refusal.value)
+    assert said in str(refusal.value)
 
 
 @pytest.mark.parametrize("family", ["decoder-only", "encoder-decoder"])
@@ -102,7 +103,8 @@ def test_a_wrong_tokenizer_or_special_id_is_refused(family: str, name: str, tmp_
     folder = Path(shutil.copytree(tiny_artifact(family), tmp_path / "mutant"))
     assert load_model(folder).name == "mutant"
     mutate(folder)
-    refused(folder, said)
+    rehash(folder)
+    refused(folder, f"{GOLDEN_TEXTS}: {said}")
 
 
 def forget_a_merge(described: dict[str, Any]) -> None:
@@ -124,14 +126,67 @@ def test_wrong_merges_a_wrong_template_and_one_end_token_of_two_are_refused(impo
         folder = Path(shutil.copytree(imported, tmp_path / str(number)))
         assert not verify(folder, lambda _: None).failed
         mutate(folder)
-        refused(folder, said)
+        rehash(folder)
+        refused(folder, f"{GOLDEN_TEXTS}: {said}")
+
+
+def config(**fields: Any) -> Mutate:
+    """Changes the manifest's configuration."""
+    return lambda folder: replaced(config=dataclasses.replace(artifact.read_manifest(folder).config, **fields))(folder)
+
+
+def forget_texts(folder: Path) -> None:
+    (folder / GOLDEN_TEXTS).unlink()
+    files = {name: entry for name, entry in artifact.read_manifest(folder).files.items() if name != GOLDEN_TEXTS}
+    replaced(files=files)(folder)
+
+
+def add_template(folder: Path) -> None:
+    (folder / CHAT).write_text(ChatSettings("{{ messages }}").to_json())
+    files = {**artifact.read_manifest(folder).files, CHAT: artifact.hash_file(folder / CHAT)}
+    replaced(files=files)(folder)
+    # A template may not differ from the golden texts, of which there are none.
+    forget_texts(folder)
+
+
+def rewrite_a_word(described: dict[str, Any]) -> None:
+    described["normalizer"] = {"type": "Replace", "pattern": {"String": "import os"}, "content": "import sys"}
+
+
+UNSEEN: dict[str, tuple[Mutate, str]] = {
+    "a word that no text has": (changed(TOKENIZER, rewrite_a_word), "tokenizer.json is not the file"),
+    "no texts": (forget_texts, "golden_texts.json is missing"),
+    "a file more": (add_template, "chat.json is not the file"),
+    "positions beyond the tables": (config(context=192), "config.context is 192, at export 96"),
+    "a wider tolerance": (replaced(precision=Precision.INT4), "precision is 'int4', at export 'fp32'"),
+    "beam search": (replaced(generation=GenerationRules(patience=9.0)), "generation.patience is 9.0, at export 1.0"),
+}
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_what_no_answer_shows_is_refused_by_the_origin_of_the_golden_cases(name: str, tmp_path: Path) -> None:
+    mutate, said = UNSEEN[name]
+    folder = Path(shutil.copytree(tiny_artifact("decoder-only"), tmp_path / "mutant"))
+    mutate(folder)
+    write_checksums(folder)
+    refused(folder, said)
+
+
+def test_an_origin_that_is_none_is_refused(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny_artifact("decoder-only"), tmp_path / "bad"))
+    cases = golden.load(folder / GOLDEN)
+    for origin in ([], {"files": {}}, {"files": 3, "manifest": {}}):
+        golden.save(folder / GOLDEN, cases, origin)  # type: ignore[arg-type]
+        write_checksums(folder)
+        refused(folder, "has no origin")
 
 
 def test_an_artifact_without_golden_texts_is_served_as_before(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(tiny_artifact("decoder-only"), tmp_path / "older"))
-    (folder / GOLDEN_TEXTS).unlink()
-    files = {name: entry for name, entry in artifact.read_manifest(folder).files.items() if name != GOLDEN_TEXTS}
-    replaced(files=files, eos_ids=(5,))(folder)
+    forget_texts(folder)
+    replaced(eos_ids=(5,))(folder)
+    golden.save(folder / GOLDEN, golden.load(folder / GOLDEN))  # without an origin, as older ones
+    write_checksums(folder)
     assert load_model(folder).manifest.eos_ids == (5,)
     assert not verify(folder, lambda _: None).failed
 

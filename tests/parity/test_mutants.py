@@ -5,27 +5,31 @@ A sample of tiny mutants; `--whole`: every one, at a width of 768.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
-from onnx import numpy_helper
+from onnx import helper, numpy_helper
 
 from export.verify import verify
 from model import kernels
 from model.spec import golden
-from model.spec.artifact import GOLDEN, KVPrecision, Precision, load
-from model.spec.config import Architecture
+from model.spec.artifact import GOLDEN, MANIFEST, ArtifactError, KVPrecision, Precision, load, read_manifest
+from model.spec.config import Architecture, AttentionScore
 from model.spec.golden import MAX_DRIFT, MAX_OTHER_DRIFT, CaseResult
 from service.engine.engine import LastRun
 from service.engine.factory import build_engine
 from service.engine.scheduler import EngineLimits
 from service.engine.sessions.session import SessionOptions
-from tests.artifacts import ADDITIVE, change_tensor, paged_artifact, tiny_artifact
+from service.errors import StartupError
+from service.repository.loading import load_model
+from tests.artifacts import ADDITIVE, change_tensor, paged_artifact, rehash, tiny_artifact, write_checksums
 from tests.parity.test_stored_weights import mutants
 
 pytestmark = pytest.mark.skipif(not kernels.operators(), reason="by standard operators a proof is not exact")
@@ -77,6 +81,61 @@ def test_a_proof_refuses_every_mutant(
         shutil.rmtree(mutant)
     assert passed == []
     assert all(case.drift == 0.0 < MAX_DRIFT for case in verify(folder, lambda _: None).cases)
+
+
+@pytest.mark.parametrize("family", list(Architecture))
+def test_a_proof_refuses_a_wrong_row_of_any_token(
+    family: Architecture, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    folder = tiny_artifact(family, Precision.INT8)
+    draw = random.Random(f"{request.config.getoption('randomly_seed', 0)}")
+    for file in ("decoder.onnx", "encoder.onnx")[: len(load(folder).graphs)]:
+        (name,) = (
+            each.name for each in onnx.load(folder / file).graph.initializer if each.name.endswith(".tokens.weight")
+        )
+        for token in (load(folder).config.bos_id, *draw.sample(range(load(folder).config.vocab_size), 8)):
+            mutant = Path(shutil.copytree(folder, tmp_path / "mutant"))
+            change_tensor(mutant, file, name, lambda rows, token=token: rows * (np.arange(len(rows)) != token)[:, None])
+            report = verify(mutant, lambda _: None)
+            assert report.failed, f"{file}: token {token}"
+            assert any(name.startswith("every-token") for name in report.failed)
+            shutil.rmtree(mutant)
+
+
+def test_a_graph_that_answers_otherwise_only_where_no_case_asks_is_refused(tmp_path: Path) -> None:
+    """As clipped extremes, which the cases' random tokens do not reach."""
+    folder = Path(shutil.copytree(tiny_artifact(Architecture.DECODER_ONLY, Precision.INT8), tmp_path / "mutant"))
+    graph = onnx.load(folder / "decoder.onnx", load_external_data=False)
+    graph.graph.node.append(helper.make_node("Clip", ["answers", "", "most"], ["logits"]))
+    next(node for node in graph.graph.node if "logits" in node.output).output[0] = "answers"
+    graph.graph.initializer.append(numpy_helper.from_array(np.array(1e4, np.float32), "most"))
+    onnx.save(graph, folder / "decoder.onnx")
+    rehash(folder)
+    assert not verify(folder, lambda _: None).failed
+    # With golden.npz as it was, whose checksum is one of those that are written.
+    shutil.copyfile(tiny_artifact(Architecture.DECODER_ONLY, Precision.INT8) / GOLDEN, folder / GOLDEN)
+    write_checksums(folder)
+    with pytest.raises(ArtifactError, match=r"decoder\.onnx is not the file"):
+        verify(folder, lambda _: None)
+    with pytest.raises(StartupError, match=r"decoder\.onnx is not the file"):
+        load_model(folder)
+
+
+def test_a_manifest_cannot_widen_the_limit(tmp_path: Path) -> None:
+    """Additive scores are not reproducible; whether an artifact's bits are known is for its golden cases to say."""
+    folder = Path(shutil.copytree(tiny_artifact(Architecture.ENCODER_DECODER, Precision.INT8), tmp_path / "mutant"))
+    manifest = read_manifest(folder)
+    config = dataclasses.replace(manifest.config, attention_score=AttentionScore.ADDITIVE)
+    (folder / MANIFEST).write_text(dataclasses.replace(manifest, config=config).to_json())
+    assert not read_manifest(folder).is_reproducible
+    change_tensor(folder, "decoder.onnx", "layers.1.feed_forward.down.weight_scale", lambda scales: scales * 1.05)
+    report = verify(folder, lambda _: None)
+    assert report.failed
+    assert all(case.max_drift == MAX_DRIFT and case.max_abs_error <= case.tolerance for case in report.cases)
+    options = SessionOptions(intra_op_threads=1)
+    engine = build_engine(folder, load(folder), lambda _: "", EngineLimits(max_batch_size=3), options, LastRun())
+    tolerance = golden.tolerance_of(manifest.precision, manifest.kv_cache.precision)
+    assert not all(case.passed for case in engine.verify_golden(golden.load(folder / GOLDEN), tolerance))
 
 
 def test_the_engine_that_serves_refuses_a_mutant_where_the_exports_kernels_compute(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ graphs' outputs. Standard library only.
     tokenizer.json     (+ target_tokenizer.json where source and target differ)
     chat.json          if the model has a chat template (`model.spec.chat`)
     golden_texts.json  what the checkpoint's tokenizers and template made of fixed texts (`model.spec.golden_texts`)
-    golden.npz         inputs and PyTorch's outputs, in float32 whatever the graphs' precision
+    golden.npz         inputs and PyTorch's outputs, in float32 whatever the graphs' precision; checksums of the other
+                       files and the manifest's fields (`model.spec.golden_origin`)
     attention.npz      the same for explain.onnx: PyTorch's attention weights
     parity.json        how the exported graphs compared with them, and the tolerance of their precision
 
