@@ -18,7 +18,7 @@ from model.spec.artifact import GOLDEN, MAX_ARRAYS_BYTES, PARITY, Manifest
 
 MEMBER = "origin"
 """Its name in golden.npz."""
-_FOR_PEOPLE = ("files", "training", "versions")
+_FOR_PEOPLE = ("files", "versions")
 _MAX_SHOWN = 60
 
 

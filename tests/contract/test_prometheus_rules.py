@@ -7,6 +7,7 @@ import re
 import subprocess
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import fields
 from functools import cache
 from itertools import groupby
 from pathlib import Path
@@ -19,7 +20,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from benchmarks.scenarios.dashboard import DASHBOARD, read_panels
 from deploy.grafana import dashboard
 from service.config import ServeConfig
-from service.telemetry.metrics import Metrics, Objectives
+from service.telemetry.metrics import OUTCOMES, Metrics, Objectives
 from tests.environment import ROOT
 
 PROMETHEUS = ROOT / "deploy" / "prometheus"
@@ -72,6 +73,27 @@ def test_every_alert_is_seen_quiet_then_firing_then_quiet_again(alert: str) -> N
     assert [False, True, False] in [[fires for fires, _ in groupby(story)] for story in seen.values()]
 
 
+def test_every_alert_has_its_section_in_the_runbook_and_links_to_it() -> None:
+    links = {rule["alert"]: rule["annotations"]["runbook_url"] for rule in rules() if "alert" in rule}
+    pages = {alert: link.partition("#")[0] for alert, link in links.items()}
+    assert {alert: (ROOT / page).is_file() for alert, page in pages.items()} == dict.fromkeys(ALERTS, True)
+    assert links == {alert: f"{page}#{alert.lower()}" for alert, page in pages.items()}
+    for page in set(pages.values()):
+        assert re.findall(r"^## (\w+)$", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE) == ALERTS
+
+
+def test_every_objectives_budget_is_seen_to_burn() -> None:
+    seen = {
+        alert["exp_labels"]["slo"]
+        for story in stories()
+        for case in story.get("alert_rule_test", [])
+        if case["alertname"] == "OnwardBudgetBurnsFast"
+        for alert in case.get("exp_alerts", [])
+    }
+    budgets = {rule["labels"]["slo"] for rule in rules() if rule.get("record") == "slo:onward_error_budget:ratio"}
+    assert seen == budgets == {"availability", *(field.name for field in fields(Objectives))}
+
+
 @cache
 def exposed() -> set[str]:
     """The names of all series of a server with objectives."""
@@ -101,8 +123,11 @@ def test_every_metric_that_is_asked_for_is_there(where: str, expression: str) ->
     known = exposed() | ITS_OWN | {rule["record"] for rule in rules() if "record" in rule}
     bare = re.sub(r'"[^"]*"|\[[^\]]*\]', "", expression)
     bare = re.sub(r"\b(?:by|on|ignoring|without)\s*\([^)]*\)|\{[^}]*\}", "", bare)
-    words = set(re.findall(r"[a-zA-Z_:][\w:]*(?![\w:]*\s*\()", bare)) - {"and", "or", "unless", "group_left", "bool"}
-    assert words, "there is no metric in it"
+    words = set(re.findall(r"[a-zA-Z_:][\w:]*(?![\w:]*\s*\()", bare))
+    words -= {"and", "or", "unless", "group_left", "group_right", "bool"}
+    assert words or re.fullmatch(r"vector\([\d.]+\)", expression), "there is no metric in it"
+    for reasons in re.findall(r'finish_reason=~?"([^"]*)"', expression):
+        assert set(reasons.split("|")) <= set(OUTCOMES)
     assert words <= known
 
 

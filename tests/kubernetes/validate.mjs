@@ -1,4 +1,4 @@
-// Holds resources of KEDA and of the Gateway API to the schemas of their makers: a JSON array of them on stdin, and on
+// Holds resources of KEDA, the Gateway API and the Prometheus operator to the schemas of their makers: a JSON array of them on stdin, and on
 // stdout one of what is wrong with each, null where that is nothing. What a schema does not look at, it does not know:
 // a cluster would drop that without a word, here it is wrong.
 import { readFileSync } from "node:fs";
@@ -6,6 +6,7 @@ import { readFileSync } from "node:fs";
 const PACKAGES = {
   "gateway.networking.k8s.io": "@kubernetes-models/gateway-api",
   "keda.sh": "@kubernetes-models/keda",
+  "monitoring.coreos.com": "@kubernetes-models/prometheus-operator",
 };
 
 // A copy that takes each of its paths out of a set when somebody reads it.
