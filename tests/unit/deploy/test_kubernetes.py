@@ -339,7 +339,7 @@ def test_keda_scales_as_the_autoscaler_would_that_it_stands_in_for(kustomize: Ku
 
 
 def test_autoscaler_wants_six_tenths_of_the_places_taken(kustomize: Kustomize) -> None:
-    # What docs/scaling-out.md computes with.
+    # What docs/operate/scaling-out.md computes with.
     (running,) = [
         each["pods"]["target"]["averageValue"]
         for each in autoscaler(kustomize)["spec"]["metrics"]
