@@ -35,7 +35,7 @@ RUN /build/bin/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir /whe
 
 FROM ${BASE_IMAGE}
 ARG EXTRA=gpu
-ARG VERSION=0.1.0
+ARG VERSION=0.2.0
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="onward" \
       org.opencontainers.image.description="Transformers served from ONNX Runtime over gRPC" \

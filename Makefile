@@ -7,6 +7,7 @@ STAMP := $(VENV)/.installed-$(shell cat pyproject.toml onward/pyproject.toml con
 SERVING := build/serving-venv
 CLIENT := build/client-venv
 RAY := build/ray-venv
+VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 # pip prefers the pinned versions everywhere; torch goes in first and by itself, so that nothing else picks its build.
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
@@ -89,7 +90,8 @@ gpu-check: ## check and measure all that needs CUDA, in the present interpreter 
 	$(PYTHON) -m benchmarks.gpu_check $(GPU)
 
 image: ## build the container image (EXTRA=gpu for CUDA)
-	docker build --build-arg EXTRA=$(or $(EXTRA),cpu) --build-arg REVISION=$$(git rev-parse --short HEAD) --tag onward:$(or $(EXTRA),cpu) .
+	docker build --build-arg EXTRA=$(or $(EXTRA),cpu) --build-arg VERSION=$(VERSION) --build-arg REVISION=$$(git rev-parse --short HEAD) \
+		--tag onward:$(or $(EXTRA),cpu) --tag onward:$(VERSION)-$(or $(EXTRA),cpu) .
 
 release-check: wheels ## build and install the wheels as a user would; refuse figures that are not the data's, or of older code
 	$(BIN)/python -m tests.release
