@@ -1,13 +1,16 @@
 """README and docs/start do what they say: every shell and Python block is run, in order, as a newcomer would.
 
 What downloads, builds images or trains for minutes is replaced by programs of the same names ahead on PATH, which leave
-behind what theirs would: a clone, tiny models, a snapshot in the hub's cache.
+behind what theirs would: a clone, tiny models, a snapshot in the hub's cache. With `--whole` only downloads and images
+are: it clones the last commit, installs, trains, and serves random weights in the true shapes (a quarter of an hour,
+10 GB of memory).
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,26 +24,33 @@ from tests.artifacts import tiny_artifact
 from tests.environment import ROOT, environment
 from tests.ports import free_port
 
-TIMEOUT_SECONDS = 600
+TIMEOUT_SECONDS = 1800
 PAGES = ["README.md", *sorted(f"docs/start/{path.name}" for path in (ROOT / "docs" / "start").glob("*.md"))]
 BLOCK = re.compile(r"^```(sh|python)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 REPLACED = {"--set steps=200": "--set steps=2", "--context 8192": "--context 256", "127.0.0.1:8001": "$ONWARD_TARGET"}
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-SNAPSHOTS = {"Qwen/Qwen3-0.6B": "tiny", "Helsinki-NLP/opus-mt-en-de": "tiny-mt"}
+SNAPSHOTS = {"Qwen/Qwen3-0.6B": ("tiny", "qwen3-0.6b"), "Helsinki-NLP/opus-mt-en-de": ("tiny-mt", "opus-mt")}
+"""Shapes in the place of what is downloaded: small ones, and with `--whole` the true ones."""
 
 
 @pytest.fixture(scope="module")
-def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def is_whole(pytestconfig: pytest.Config) -> bool:
+    return bool(pytestconfig.getoption("--whole"))
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory, *, is_whole: bool) -> Path:
     """Programs in the place of those that download, build or train."""
     folder = tmp_path_factory.mktemp("programs")
     made = tmp_path_factory.mktemp("made")
-    for name in set(SNAPSHOTS.values()):
+    shapes = {name: both[is_whole] for name, both in SNAPSHOTS.items()}
+    for shape in shapes.values():
         # In a process of its own: it changes torch's default dtype.
-        command = [sys.executable, "-m", "benchmarks.scenarios._shape_folders", name, made / name]
+        command = [sys.executable, "-m", "benchmarks.scenarios._shape_folders", shape, made / shape]
         subprocess.run(command, env=environment(), check=True)
-    (made / "tiny" / "chat_template.jinja").write_text(TEMPLATE)
+    (made / shapes["Qwen/Qwen3-0.6B"] / "chat_template.jinja").write_text(TEMPLATE)
     models = {name: tiny_artifact(family, explain_graph=True) for name, family in FAMILIES.items()}
-    cases = "\n".join(f"{name}) made={made / folder} ;;" for name, folder in SNAPSHOTS.items())
+    cases = "\n".join(f"{name}) made={made / shape} ;;" for name, shape in shapes.items())
     copies = "\n".join(f"cp -r {path} build/models/{name}" for name, path in models.items())
     scripts = {
         "git": f'mkdir "$3" && ln -s {ROOT}/[!b]* {ROOT}/benchmarks {ROOT}/.venv "$3"',
@@ -57,6 +67,9 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             cp -r $made $kept/snapshots/0a1b
         """),
     }
+    if is_whole:
+        del scripts["git"]
+        scripts["make"] = f'[ "$1" = image ] || exec {shutil.which("make")} "$@"'
     for name, script in scripts.items():
         (folder / name).write_text(f"#!/usr/bin/env bash\nset -eu\n{script}\n")
         (folder / name).chmod(0o755)
@@ -69,27 +82,32 @@ FAMILIES = {"dates": Architecture.ENCODER_DECODER, "stdlib": Architecture.DECODE
 class Newcomer:
     """Types blocks into a terminal. A block that serves goes on, in one of its own, until the next one serves."""
 
-    def __init__(self, folder: Path, programs: Path) -> None:
+    def __init__(self, folder: Path, programs: Path, *, is_whole: bool) -> None:
         self.folder = folder
+        self.replaced = {"127.0.0.1:8001": "$ONWARD_TARGET"} if is_whole else REPLACED
         port = free_port()
-        path = os.pathsep.join([str(programs), str(Path(sys.executable).parent), os.environ["PATH"]])
+        # With `--whole`, what the clone has installed for itself.
+        own = ".venv/bin" if is_whole else str(Path(sys.executable).parent)
+        path = os.pathsep.join([str(programs), own, os.environ["PATH"]])
         self.variables = environment(
             PATH=path,
             HF_HOME=str(folder / "hf"),
-            ONWARD_URL="https://onward.example/onward",
+            ONWARD_URL=str(ROOT),
             ONWARD_PORT=str(port),
             ONWARD_TARGET=f"127.0.0.1:{port}",
             ONWARD_METRICS_PORT=str(free_port()),
         )
+        if is_whole:
+            del self.variables["PYTHONPATH"]
         self.server: subprocess.Popen[str] | None = None
 
     def type(self, kind: str, block: str) -> None:
-        for shown, meant in REPLACED.items():
+        for shown, meant in self.replaced.items():
             block = block.replace(shown, meant.replace("$ONWARD_TARGET", self.variables["ONWARD_TARGET"]))
         if kind == "python":
-            self._run([sys.executable, "-c", block])
+            self._run(["python", "-c", block])
             return
-        # Activation would put the environment's programs ahead.
+        # Activation would put the environment's programs ahead of these.
         block = block.replace("source .venv/bin/activate\n", "test -f .venv/bin/activate\n")
         before, serve, after = block.partition("onward serve ")
         self._run(["bash", "-euo", "pipefail", "-c", before])
@@ -130,8 +148,8 @@ class Newcomer:
 
 
 @pytest.fixture
-def newcomer(tmp_path: Path, programs: Path) -> Iterator[Newcomer]:
-    there = Newcomer(tmp_path, programs)
+def newcomer(tmp_path: Path, programs: Path, *, is_whole: bool) -> Iterator[Newcomer]:
+    there = Newcomer(tmp_path, programs, is_whole=is_whole)
     yield there
     there.stop()
 
