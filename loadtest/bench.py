@@ -6,7 +6,10 @@
 
 A finite `--request-rate` is an open loop: requests are sent when due. `inf`, the default, is a closed loop of
 `--max-concurrency` users; without that, all requests are sent at once. With `--unary` the time to the first token is
-the time to the whole answer. The last line on stdout is the report as JSON.
+the time to the whole answer. The last line on stdout is the report as JSON; progress goes to stderr.
+
+`--fail-if 'ttft_p99>0.5'` ends with status 1 where that holds: a latency as METRIC_STATISTIC in seconds, or a number of
+the report by its name. `--junit FILE` writes these verdicts for CI.
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from loadtest.command import ServerSettings, add_server, new_driver, say_bad_options, say_failure
+from loadtest.core import progress
+from loadtest.core.conditions import Condition, parse_condition, to_junit
 from loadtest.core.drive import Driver
 from loadtest.core.figures import Run, render, summarize
 from loadtest.core.options import add_options
@@ -39,10 +44,11 @@ _DEFAULT_REQUESTS = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchSettings(ServerSettings):
-    """The benchmark's settings; `seconds` and `max_concurrency` are None without a limit."""
+    """The benchmark's settings; `seconds` and `max_concurrency` are None without a limit, `conditions` fail it."""
 
     max_concurrency: int | None = None
     seconds: float | None = None
+    conditions: tuple[Condition, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +71,10 @@ async def measure(settings: BenchSettings) -> Result:
     async with settings.connect() as client:
         await settings.warm_up(client)
         driver = new_driver(client, settings.load)
+        count, seconds = settings.load.requests, settings.seconds
         with _stopping(driver):
-            run = await _drive(driver, settings)
+            async with progress.shown(driver, sys.stderr, count=count, seconds=seconds):
+                run = await _drive(driver, settings)
         return Result(run, client.facts.model, driver.began)
 
 
@@ -112,7 +120,7 @@ def detailed(run: Run) -> dict[str, list[Any]]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measures and prints; the exit status is 1 if the measurement failed, 2 if the options are invalid."""
+    """Measures and prints; the exit status is 1 if the measurement or a condition failed, 2 for invalid options."""
     options = make_parser().parse_args(arguments)
     try:
         settings = _settings(options)
@@ -123,6 +131,10 @@ def main(arguments: Sequence[str]) -> int:
     except (grpc.aio.AioRpcError, RuntimeError, ValueError) as error:
         return say_failure(settings.target, error)
     report = _describe(settings, options, result)
+    try:
+        verdicts = [(each, each.complaint(result.run, report)) for each in settings.conditions]
+    except ValueError as error:
+        return say_bad_options(error)
     if options.save_detailed:
         report |= {"began_monotonic": result.began} | detailed(result.run)
     line = json.dumps(report, allow_nan=False)
@@ -131,8 +143,13 @@ def main(arguments: Sequence[str]) -> int:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(line + "\n", encoding="utf-8")
         sys.stderr.write(f"saved to {path}\n")
+    if options.junit:
+        options.junit.parent.mkdir(parents=True, exist_ok=True)
+        options.junit.write_text(to_junit(verdicts, result.run.seconds), encoding="utf-8")
     sys.stdout.write(render(report, settings.load.wanted) + f"\n\n{line}\n")
-    return 0
+    complaints = [complaint for _, complaint in verdicts if complaint is not None]
+    sys.stderr.write("".join(f"failed: {complaint}\n" for complaint in complaints))
+    return int(bool(complaints))
 
 
 def _describe(settings: BenchSettings, options: argparse.Namespace, result: Result) -> dict[str, Any]:
@@ -172,11 +189,20 @@ def _settings(options: argparse.Namespace) -> BenchSettings:
         problems.append("--duration: without --request-rate or --max-concurrency everything is sent at once")
     if options.trace:
         options.arrivals = "trace"
+    conditions = []
+    for text in options.fail_if:
+        try:
+            conditions.append(parse_condition(text))
+        except ValueError as error:
+            problems.append(str(error))
+    if options.junit and not options.fail_if:
+        problems.append("--junit: without --fail-if there is no verdict to write")
     return BenchSettings.read(
         options,
         problems,
         max_concurrency=options.max_concurrency or None,
         seconds=options.duration or None,
+        conditions=tuple(conditions),
     )
 
 
@@ -191,6 +217,9 @@ def make_parser() -> argparse.ArgumentParser:
     add_options(parser, rate=math.inf, arrivals="gamma")
     parser.add_argument("--duration", type=float, default=0.0, help="seconds of sending; 0 for no limit")
     parser.add_argument("--max-concurrency", type=int, default=0, help="maximum requests in flight; 0 for no limit")
+    text = "fail where this holds, as in ttft_p99>0.5 (seconds) or request_throughput<2; may be repeated"
+    parser.add_argument("--fail-if", action="append", default=[], metavar="CONDITION", help=text)
+    parser.add_argument("--junit", type=Path, metavar="FILE", help="write the verdicts of --fail-if as JUnit's XML")
     parser.add_argument("--save-result", action="store_true", help="also write the report to a file")
     parser.add_argument("--save-detailed", action="store_true", help="also write every request to it")
     parser.add_argument("--result-dir", default=".", help="folder of the file")

@@ -69,6 +69,11 @@ class Driver:
         """The number of requests in flight."""
         return len(self._flights)
 
+    @property
+    def ended(self) -> int:
+        """The number of requests that have ended."""
+        return len(self._records)
+
     def stop(self) -> None:
         """Stops sending; the second call cancels the requests in flight."""
         if self._stop.is_set():

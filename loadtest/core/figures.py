@@ -118,8 +118,7 @@ def summarize(run: Run, wanted: Wanted = Wanted()) -> dict[str, Any]:
         "max_concurrent_requests": _most_at_once(run.records),
     }
     for metric in wanted.metrics:
-        values = [1e3 * value for record in finished for value in _VALUES[metric](record)]
-        report |= _describe(values, metric, wanted.percentiles)
+        report |= _describe([1e3 * value for value in values_of(run, metric)], metric, wanted.percentiles)
     if run.is_open:
         report |= _describe([1e3 * record.lateness for record in run.records], "lateness", (99.0, 100.0))
     report["client"] = [{"cpu_share": each.cpu_share, "reader_share": each.reader_share} for each in run.clients]
@@ -173,6 +172,11 @@ _VALUES: Mapping[str, Callable[[Record], list[float]]] = {
     "itl": lambda record: record.gaps,
     "e2el": lambda record: [record.end_to_end_seconds],
 }
+
+
+def values_of(run: Run, metric: str) -> list[float]:
+    """A metric's values in seconds, over finished requests."""
+    return [value for record in run.records if record.outcome is Outcome.FINISHED for value in _VALUES[metric](record)]
 
 
 def _sum_known(values: Iterable[int | None]) -> int | None:

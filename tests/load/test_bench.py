@@ -268,6 +268,30 @@ def test_the_commands_last_line_is_the_report(tmp_path: Path, server: str, capsy
     assert "Time to first token (ms)" in out
 
 
+def test_a_condition_that_holds_fails_the_benchmark(
+    tmp_path: Path, server: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [
+        "--target",
+        server,
+        "--num-prompts",
+        "4",
+        "--max-tokens",
+        "3",
+        "--junit",
+        str(tmp_path / "ci" / "bench.xml"),
+    ]
+    command += ["--prompt-tokens", "4", "--fail-if", "ttft_p99>600", "--fail-if"]
+    assert bench.main([*command, "failed>0"]) == 0
+    assert "failed:" not in capsys.readouterr().err
+    assert bench.main([*command, "completed<5"]) == 1
+    said = capsys.readouterr()
+    assert "failed: completed<5: it is 4" in said.err
+    assert json.loads(said.out.splitlines()[-1])["completed"] == 4
+    assert 'failures="1"' in (tmp_path / "ci" / "bench.xml").read_text()
+    assert bench.main([*command, "sheep"]) == 2
+
+
 def test_an_unreachable_server_or_unknown_model_is_reported_in_a_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
