@@ -1,7 +1,7 @@
 # The server's image: no compiler, no torch, no root. What is compiled is compiled in a stage of its own.
 #
-#   docker build --build-arg EXTRA=cpu -t onward .          EXTRA=gpu (the default) brings CUDA's libraries
-#   docker run --rm -p 8001:8001 -p 8002:8002 -v ./build/models:/models:ro onward       --gpus all hands it the GPU
+#   docker build -t onward:cpu .                            EXTRA=cpu is the default; with --build-arg EXTRA=gpu: CUDA
+#   docker run --rm -p 8001:8001 -p 8002:8002 -v ./build/models:/models:ro onward:cpu   --gpus all hands it the GPU
 #
 # Everything that pip installs is named with its version and its hashes, for Python 3.11 and 3.12, in deploy/container;
 # deploy/container/pin.sh names it anew. The probe asks 127.0.0.1:8001 in the clear: where the server listens elsewhere or
@@ -10,7 +10,7 @@
 ARG BASE_IMAGE=python:3.12-slim-bookworm@sha256:54c85f3c47607a77f32adec749d3c81d1348bf25833671f512b26a9b6d778cb3
 
 FROM ${BASE_IMAGE} AS build
-ARG EXTRA=gpu
+ARG EXTRA=cpu
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore
 WORKDIR /src
 # Whatever compiler the base's own release has: older versions are not kept for anyone to ask for.
@@ -34,7 +34,7 @@ RUN /build/bin/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir /whe
  && /opt/onward/bin/python -m compileall -q -j 0 /opt/onward/lib
 
 FROM ${BASE_IMAGE}
-ARG EXTRA=gpu
+ARG EXTRA=cpu
 ARG VERSION=0.2.0
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="onward" \

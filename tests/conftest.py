@@ -77,10 +77,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--require-all", action="store_true", help="all of " + ", ".join(requirements.OPTIONS))
 
 
-def _tool(name: str, config: pytest.Config) -> str:
+def _tool(name: str, config: pytest.Config, package: str = "prometheus") -> str:
     found = shutil.which(name)
     if found is None:
-        lacking(f"{name} is not installed: apt-get install prometheus", "--require-prometheus", config)
+        lacking(f"{name} is not installed: apt-get install {package}", "--require-prometheus", config)
     return found
 
 
@@ -88,6 +88,12 @@ def _tool(name: str, config: pytest.Config) -> str:
 def promtool(pytestconfig: pytest.Config) -> str:
     """Where Prometheus' checker is."""
     return _tool("promtool", pytestconfig)
+
+
+@pytest.fixture(scope="session")
+def amtool(pytestconfig: pytest.Config) -> str:
+    """Where Alertmanager's checker is."""
+    return _tool("amtool", pytestconfig, "prometheus-alertmanager")
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ from typing import NoReturn
 import pytest
 
 OPTIONS = {
-    "--require-prometheus": "Prometheus is not installed",
+    "--require-prometheus": "Prometheus or Alertmanager's amtool is not installed",
     "--require-node": "Node or its packages are not installed",
     "--require-sanitizers": "the kernels cannot be built with GCC's sanitizers",
 }

@@ -162,6 +162,8 @@ def _configure(targets: Sequence[str], interval_seconds: float) -> dict[str, Any
     config: dict[str, Any] = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
     interval = f"{round(1000 * interval_seconds)}ms"
     config["global"] |= {"scrape_interval": interval, "scrape_timeout": interval, "evaluation_interval": interval}
+    # No Alertmanager listens here.
+    del config["alerting"]
     config["rule_files"] = [str(CONFIG.parent / each) for each in config["rule_files"]]
     for job in config["scrape_configs"]:
         job["static_configs"] = [{"targets": list(targets)}]

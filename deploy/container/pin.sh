@@ -18,3 +18,4 @@ for extra in cpu gpu; do
   pin pyproject.toml --extra "$extra" --extra otel $left_out --output-file "deploy/container/requirements-$extra.txt"
 done
 echo hatchling | pin - --output-file deploy/container/requirements-build.txt
+printf '%s\n' grpcio locust numpy protobuf | pin - --output-file deploy/container/requirements-load.txt

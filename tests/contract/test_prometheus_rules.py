@@ -25,6 +25,7 @@ from tests.environment import ROOT
 
 PROMETHEUS = ROOT / "deploy" / "prometheus"
 RULES = sorted((PROMETHEUS / "rules").glob("*.yml"))
+ALERTMANAGER = ROOT / "deploy" / "alertmanager" / "alertmanager.yml"
 TESTS = sorted((PROMETHEUS / "tests").glob("*.yml"))
 # What Prometheus says of every target by itself.
 ITS_OWN = {"up", "scrape_duration_seconds", "ALERTS"}
@@ -173,5 +174,30 @@ def test_prometheus_scrapes_the_server_and_grafana_reads_prometheus() -> None:
     (source,) = read(DASHBOARD.parents[1] / "provisioning" / "datasources" / "prometheus.yml")["datasources"]
     assert source["url"] == "http://localhost:9090", "where Prometheus listens by default"
     services = read(ROOT / "deploy" / "compose.yaml")["services"]
-    for name in ("prometheus", "grafana"):
+    for name in ("prometheus", "alertmanager", "grafana", "load"):
         assert services[name]["network_mode"] == "service:onward", "one loopback for all of them"
+    (mounted,) = [each.split(":")[1] for each in services["grafana"]["volumes"] if "/dashboards:" in each]
+    (provider,) = read(DASHBOARD.parents[1] / "provisioning" / "dashboards" / "onward.yml")["providers"]
+    assert provider["options"]["path"] == mounted
+    home = services["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+    assert home == f"{mounted}/{DASHBOARD.name}"
+
+
+def test_prometheus_sends_alerts_to_the_alertmanager_of_compose() -> None:
+    (manager,) = read(PROMETHEUS / "prometheus.yml")["alerting"]["alertmanagers"]
+    assert manager["static_configs"] == [{"targets": ["127.0.0.1:9093"]}]
+    services = read(ROOT / "deploy" / "compose.yaml")["services"]
+    assert "127.0.0.1:9093:9093" in services["onward"]["ports"]
+    (mount,) = [each for each in services["alertmanager"]["volumes"] if each.startswith("./")]
+    assert f"--config.file={mount.split(':')[1]}/{ALERTMANAGER.name}" in services["alertmanager"]["command"]
+    assert (ROOT / "deploy" / mount.split(":")[0] / ALERTMANAGER.name) == ALERTMANAGER
+
+
+def test_alertmanager_takes_its_configuration_and_routes_each_alert_by_its_urgency(amtool: str) -> None:
+    assert "SUCCESS" in run(amtool, "check-config", ALERTMANAGER)
+    for severity in {rule["labels"]["severity"] for rule in rules() if "alert" in rule}:
+        command = ("config", "routes", "test", f"--config.file={ALERTMANAGER}", f"severity={severity}")
+        assert run(amtool, *command).split() == [severity]
+    named = re.findall(r'alertname!?="(\w+)"', ALERTMANAGER.read_text(encoding="utf-8"))
+    assert named
+    assert set(named) <= set(ALERTS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -22,6 +23,7 @@ from tests.contracts import MANAGING, METHODS
 from tests.environment import ROOT
 
 CONTAINER = ROOT / "deploy" / "container"
+LOAD_DOCKERFILE = CONTAINER / "load.Dockerfile"
 REQUIREMENTS = sorted(CONTAINER.glob("requirements-*.txt"))
 MANIFESTS = sorted((ROOT / "deploy" / "kubernetes").rglob("*.yaml"))
 
@@ -80,9 +82,10 @@ def test_image_installs_whatever_the_server_needs(extra: str) -> None:
     assert not {"torch", "huggingface-hub", "httpx2", "requests"} & set(installed)
 
 
-def test_dockerfile_is_as_hadolint_wants_it() -> None:
+@pytest.mark.parametrize("path", [ROOT / "Dockerfile", LOAD_DOCKERFILE], ids=lambda path: path.name)
+def test_dockerfile_is_as_hadolint_wants_it(path: Path) -> None:
     hadolint = Path(sys.executable).with_name("hadolint")
-    done = subprocess.run([hadolint, ROOT / "Dockerfile"], capture_output=True, text=True, check=False)
+    done = subprocess.run([hadolint, path], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
@@ -111,12 +114,18 @@ def test_image_has_the_projects_version() -> None:
     assert f"ARG VERSION={project['version']}\n" in (ROOT / "Dockerfile").read_text()
 
 
-def test_image_is_built_from_the_servers_files_only() -> None:
-    ignored, *kept = [
-        line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")
-    ]
+@pytest.mark.parametrize(
+    ("dockerfile", "ignore"),
+    [
+        (ROOT / "Dockerfile", ROOT / ".dockerignore"),
+        (LOAD_DOCKERFILE, LOAD_DOCKERFILE.with_name("load.Dockerfile.dockerignore")),
+    ],
+    ids=["server", "load"],
+)
+def test_image_is_built_from_its_own_files_only(dockerfile: Path, ignore: Path) -> None:
+    ignored, *kept = [line for line in ignore.read_text().splitlines() if line and not line.startswith("#")]
     assert ignored == "*"
-    copied = re.findall(r"^COPY (?!--from)(.+) \S+$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    copied = re.findall(r"^COPY (?!--from)(.+) \S+$", dockerfile.read_text(), re.MULTILINE)
     named = {name.partition("requirements-")[0].rstrip("/") for names in copied for name in names.split()}
     assert named == {line[1:] for line in kept if line.startswith("!")}
 
@@ -135,13 +144,41 @@ def test_compose_mounts_existing_folders() -> None:
 
 
 def test_compose_asks_one_of_the_models_that_the_demo_leaves() -> None:
-    load = COMPOSE["load"]
-    default = re.fullmatch(r"\$\{\w+:-(\w+)\}", load["environment"]["MODEL"])
+    command = COMPOSE["load"]["command"]
+    default = re.fullmatch(r"\$\{\w+:-(\w+)\}", command[command.index("--model") + 1])
     assert default
     assert default[1] in PRESETS
-    (command,) = (part for part in load["command"] if "locustfile" in part)
-    # Compose reads two dollars as one, which is the shell's.
-    assert '--model "$${MODEL}"' in command
+
+
+def test_load_image_has_all_that_the_locustfile_imports(tmp_path: Path) -> None:
+    text = LOAD_DOCKERFILE.read_text()
+    for names, folder in re.findall(r"^COPY (.+) (\S+)$", text, re.MULTILINE):
+        for name in names.split():
+            source, target = ROOT / name, tmp_path / folder
+            if source.is_dir():
+                shutil.copytree(source, target)
+            else:
+                target.mkdir(parents=True, exist_ok=True)
+                shutil.copy(source, target)
+    packages = {name.replace("-", "_") for name in pins((CONTAINER / "requirements-load.txt").read_text())}
+    code = f"""
+import sys, importlib.metadata
+sys.argv = ["locust"]
+import loadtest.locustfile
+of = importlib.metadata.packages_distributions()
+top = {{name.partition(".")[0] for name, module in sys.modules.items() if "site-packages" in str(getattr(module, "__file__", ""))}}
+print(sorted(top - {{name for name in top if {{d.lower().replace("-", "_") for d in of.get(name, [])}} & {packages!r}}}))
+"""
+    environment = {"PYTHONPATH": str(tmp_path), "PATH": "/usr/bin:/bin"}
+    command = [sys.executable, "-P", "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr + done.stdout
+
+
+def test_image_and_its_makers_agree_on_the_processor_by_default() -> None:
+    assert set(re.findall(r"^ARG EXTRA=(\w+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)) == {"cpu"}
+    assert set(re.findall(r"or \$\(EXTRA\),(\w+)", (ROOT / "Makefile").read_text())) == {"cpu"}
+    assert COMPOSE["onward"]["build"]["args"]["EXTRA"] == "${ONWARD_EXTRA:-cpu}"
 
 
 COMPOSE = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())["services"]
@@ -263,12 +300,12 @@ def test_envoy_listens_where_clients_look_and_finds_the_servers_that_it_has_star
 
 
 def test_whatever_others_made_is_pinned_by_its_digest() -> None:
-    files = [*MANIFESTS, ROOT / "deploy" / "compose.yaml", ROOT / "Dockerfile"]
+    files = [*MANIFESTS, ROOT / "deploy" / "compose.yaml", ROOT / "Dockerfile", LOAD_DOCKERFILE]
     images = [
         image
         for path in files
         for image in re.findall(r"^(?: +image: |ARG BASE_IMAGE=)(\S+)$", path.read_text(), re.MULTILINE)
-        if not image.startswith("onward:")
+        if image.partition(":")[0] not in {"onward", "onward-load"}
     ]
     assert len(images) == 5
     assert [image for image in images if not re.fullmatch(r"\S+:\S+@sha256:[0-9a-f]{64}", image)] == []
