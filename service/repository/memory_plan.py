@@ -285,9 +285,15 @@ def _too_much_kv(plan: MemoryPlan) -> str:
 
 
 def _step_bytes(config: ModelConfig, num_rows: int, num_chunked: int) -> int:
-    """Activations of a step: a layer's, for all of its tokens."""
-    num_tokens = num_rows + max(num_chunked, config.source_context if config.is_encoder_decoder else 0)
-    return num_tokens * (8 * config.d_model + 4 * config.d_ff) * _FLOAT_BYTES
+    """Activations of a step: a layer's, for all of its tokens.
+
+    An encoder's step also returns K/V of all layers for the decoder. It has one source of full length at most.
+    """
+    heads = config.num_heads * config.head_dim
+    num_encoded = config.source_context if config.is_encoder_decoder else 0
+    per_token = 4 * config.d_model + 4 * heads + 4 * config.d_ff
+    cross = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    return _FLOAT_BYTES * ((num_rows + max(num_chunked, num_encoded)) * per_token + num_encoded * cross)
 
 
 def _weight_bytes(config: ModelConfig, precision: Precision) -> int:

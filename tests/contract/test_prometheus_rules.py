@@ -197,7 +197,8 @@ def test_alertmanager_takes_its_configuration_and_routes_each_alert_by_its_urgen
     assert "SUCCESS" in run(amtool, "check-config", ALERTMANAGER)
     for severity in {rule["labels"]["severity"] for rule in rules() if "alert" in rule}:
         command = ("config", "routes", "test", f"--config.file={ALERTMANAGER}", f"severity={severity}")
-        assert run(amtool, *command).split() == [severity]
+        # It also warns that the flag has a meaning elsewhere.
+        assert [line for line in run(amtool, *command).splitlines() if "Warning" not in line] == [severity]
     named = re.findall(r'alertname!?="(\w+)"', ALERTMANAGER.read_text(encoding="utf-8"))
     assert named
     assert set(named) <= set(ALERTS)
