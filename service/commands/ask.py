@@ -12,6 +12,7 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from onward import NO_RETRIES, CallError, Client, GenerateOptions, IncompleteStream, Prompt, Stream, chat
 from service.commands.connection import connection
+from service.commands.terminal import write_text
 from service.config import AskConfig, GenerationConfig, HealthConfig, options
 
 _FAILED = 1
@@ -84,7 +85,7 @@ def _print_stream(stream: Stream, out: TextIO, *, is_numbered: bool) -> None:
     try:
         for chunk in stream:
             if not is_numbered:
-                out.write(chunk.text)
+                write_text(chunk.text, out)
             else:
                 texts[chunk.output_index] += chunk.text
                 if chunk.finish_reason is not None:
@@ -102,4 +103,4 @@ def _end_line(out: TextIO, *, is_numbered: bool) -> None:
 
 
 def _print_answer(out: TextIO, index: int, text: str, *, is_numbered: bool) -> None:
-    out.write(f"[{index}] {text}\n" if is_numbered else f"{text}\n")
+    write_text(f"[{index}] {text}\n" if is_numbered else f"{text}\n", out)

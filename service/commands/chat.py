@@ -11,6 +11,7 @@ from typing import TextIO
 from onward import NO_RETRIES, CallError, Client, IncompleteStream
 from service.commands.ask import conversation, generate_options
 from service.commands.connection import connection
+from service.commands.terminal import write_text
 from service.config import ChatConfig
 
 _FAILED = 1
@@ -74,7 +75,7 @@ def _answer(
         with client.stream(conversation(config, *turns), **generate_options(config)) as stream:
             for chunk in stream:
                 said.append(chunk.text)
-                out.write(chunk.text)
+                write_text(chunk.text, out)
                 out.flush()
     except (CallError, IncompleteStream) as error:
         failure = error
