@@ -24,7 +24,8 @@ COMMANDS = (
 _TITLE = """# Flags
 
 Written by `make reference` from the commands' own help. Flags of the server's commands have the environment variable in
-brackets as a twin; the flag wins. `onward VERB` is the same as each of these.
+brackets as a twin; the flag wins. `onward VERB` is the same for serve, plan, ask,
+chat, explain, health, trace, import, train, export and bench.
 """
 
 
