@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Named after what it installed, so that a checkout of other dependencies installs and a mere touch does not.
 STAMP := $(VENV)/.installed-$(shell cat pyproject.toml onward/pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
+# What tests and checks need besides, half of all packages: serving and load tests do not wait for them.
+DEV := $(STAMP)-dev
 SERVING := build/serving-venv
 CLIENT := build/client-venv
 RAY := build/ray-venv
@@ -22,8 +24,12 @@ $(STAMP):
 	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed, $(VENV) has $$($(BIN)/python --version)"; exit 1; }
 	@echo "installing into $(VENV) (a few minutes the first time)"
 	$(BIN)/python $(PIP_INSTALL) torch==2.13.0 numpy
-	$(BIN)/python $(PIP_INSTALL) --editable onward --editable '.[cpu,otel,train,dev]'
+	$(BIN)/python $(PIP_INSTALL) --editable onward --editable '.[cpu,otel,train,load]'
 	@rm -f $(VENV)/.installed-* && touch $@
+
+$(DEV): $(STAMP)
+	$(BIN)/python $(PIP_INSTALL) --editable onward --editable '.[dev]'
+	@touch $@
 
 # No stamp: the library's own name says what it was built of, and asking takes a moment.
 .kernels: $(STAMP)
@@ -34,13 +40,13 @@ demo: $(STAMP) .kernels ## train two models, export, prove, serve and ask them (
 
 # A file's tests stay together, as they share servers and artifacts; many of them wait more than they compute. The
 # order is random, and its seed is printed first.
-test: $(STAMP) .kernels ## run the test suite in a random order (PYTEST_ADDOPTS=--randomly-seed=N), four processes at most
+test: $(DEV) .kernels ## run the test suite in a random order (PYTEST_ADDOPTS=--randomly-seed=N), four processes at most
 	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-stress-test: $(STAMP) .kernels ## run the tests in other orders, clocks and loads: 25 passes, hours, resumable (STRESS="--only core")
+stress-test: $(DEV) .kernels ## run the tests in other orders, clocks and loads: 25 passes, hours, resumable (STRESS="--only core")
 	$(BIN)/python -m tests.stress $(STRESS)
 
-check: $(STAMP) ## lint, types, layers, wire contract
+check: $(DEV) ## lint, types, layers, wire contract
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -54,7 +60,7 @@ kernels: $(STAMP) ## build the kernels for this machine's processor, which other
 serve: $(STAMP) .kernels ## serve what is under build/models
 	$(BIN)/python -m service serve --models build/models
 
-bench: $(STAMP) .kernels ## benchmark against peers, each in an environment of its own (BENCH="--quick" to try it)
+bench: $(DEV) .kernels ## benchmark against peers, each in an environment of its own (BENCH="--quick" to try it)
 	$(BIN)/python -m benchmarks run bench $(BENCH)
 
 scenarios: $(STAMP) .kernels ## each situation with its promise: long prompts, prefixes, deadlines, other models (SCENARIOS="--quick")
@@ -62,14 +68,14 @@ scenarios: $(STAMP) .kernels ## each situation with its promise: long prompts, p
 		$(BIN)/python -m benchmarks run $$name $(SCENARIOS) || exit; \
 	done
 
-evidence: $(STAMP) .kernels ## measure every table behind the README's figures that is missing or of older code (EVIDENCE="--list")
+evidence: $(DEV) .kernels ## measure every table behind the README's figures that is missing or of older code (EVIDENCE="--list")
 	$(BIN)/python -m benchmarks evidence $(EVIDENCE)
 	$(BIN)/python -m benchmarks evidence --write
 
 scaling: $(STAMP) .kernels ## measure the quadratic law of attention, fit it, report it (SCALING="--quick")
 	$(BIN)/python -m loadtest scaling $(SCALING)
 
-faults: $(STAMP) .kernels ## all faults in their long form, some forty minutes: fuzzing, killed clients, hostile kernel models, a siege
+faults: $(DEV) .kernels ## all faults in their long form, some forty minutes: fuzzing, killed clients, hostile kernel models, a siege
 	$(BIN)/python -m pytest tests/faults -p no:randomly -rP --fuzz 100000 --kills 200 --victims 300 --large-rounds 5 --kernel-fuzz-seconds 600 --siege-seconds 600 --timeout 3600
 	$(BIN)/python -m pytest tests/unit/service/repository/test_model_life.py -p no:randomly --hypothesis-profile long --hypothesis-show-statistics --timeout 3600
 
@@ -80,7 +86,7 @@ soak: $(STAMP) .kernels ## ten minutes of load with cancels, then the same with 
 	$(BIN)/python -m benchmarks run soak $(SOAK)
 
 # In the file's order: its last tests replace the replicas that the others share.
-ray: $(STAMP) .kernels ## install Ray Serve into an environment of its own (half a gigabyte) and try the server on it
+ray: $(DEV) .kernels ## install Ray Serve into an environment of its own (half a gigabyte) and try the server on it
 	@test -x $(RAY)/bin/python || $(PYTHON) -m venv $(RAY)
 	$(RAY)/bin/python $(PIP_INSTALL) --editable onward --editable '.[cpu,ray]'
 	$(BIN)/python -m pytest -p no:randomly tests/faults/test_ray.py
@@ -102,13 +108,13 @@ wheels: $(STAMP) .kernels ## build the distributions `onward` and `onward-server
 	@rm -f dist/*.whl
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist ./onward .
 
-proto: $(STAMP) ## regenerate the wire stubs and their reference
+proto: $(DEV) ## regenerate the wire stubs and their reference
 	$(BIN)/python -m proto.generate
 
-reference: $(STAMP) ## regenerate the reference of flags
+reference: $(DEV) ## regenerate the reference of flags
 	$(BIN)/python -m tests.reference
 
-format: $(STAMP) ## let ruff fix and format
+format: $(DEV) ## let ruff fix and format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
