@@ -1,7 +1,7 @@
 """The exporter's command line.
 
     python -m export CHECKPOINT --out DIR [--precision fp32|int8|int4] [--kv-cache fp32|int8] [--kv-layout slots|paged]
-                     [--explain-graph]
+                     [--explain-graph] [--text FILE]
     python -m export CHECKPOINT --out DIR --device cuda --precision fp16|bf16
     python -m export verify ARTIFACT
 
@@ -13,6 +13,7 @@ such as a proof on a missing device.
 from __future__ import annotations
 
 import argparse
+import codecs
 import json
 import sys
 import time
@@ -87,6 +88,12 @@ def _export_parser() -> argparse.ArgumentParser:
         help="also write a graph of attention weights, which `Explain` and `python -m service explain` need; it shares "
         "the decoder's weights; not with int8 K/V",
     )
+    parser.add_argument(
+        "--text",
+        type=Path,
+        help="UTF-8 text that the model was not trained on: measure what quantization costs in bits per byte of its "
+        "first 32 KiB, and fail above 1 %% in int8, 5 %% in int4 (decoder-only models)",
+    )
     return parser
 
 
@@ -115,6 +122,10 @@ def _export(options: argparse.Namespace) -> int:
     began = time.monotonic()
     result: dict[str, Any] = {"artefact": str(options.out)}
     try:
+        text = _read_text(options.text) if options.text else ""
+    except (OSError, ValueError) as error:
+        return _finish(result | {"problems": [f"--text: {error}"]}, EXIT_REFUSED)
+    try:
         with _progress() as on_stage:
             on_stage("checkpoint")
             source = checkpoint.load(options.checkpoint)
@@ -126,9 +137,13 @@ def _export(options: argparse.Namespace) -> int:
                 on_stage,
                 KVFormat(options.kv_cache, layout=options.kv_layout),
                 explain_graph=options.explain_graph,
+                text=text,
             )
         num_bytes = sum(path.stat().st_size for path in options.out.iterdir())
-    except OSError as error:  # a folder that cannot be made, a disk that is full
+    except (
+        OSError,
+        UnicodeDecodeError,
+    ) as error:  # a folder that cannot be made, a disk that is full, another encoding
         return _finish(result | {"problems": [str(error)]}, EXIT_REFUSED)
     except (Refused, checkpoint.CheckpointError) as error:
         return _finish(result | {"problems": error.problems}, EXIT_REFUSED)
@@ -140,6 +155,22 @@ def _export(options: argparse.Namespace) -> int:
         return _finish(result | {"problems": [str(error)]}, EXIT_FAILED)
     cost = {"num_bytes": num_bytes, "seconds": round(time.monotonic() - began, 1)}
     return _finish(result | _summary(report) | cost, EXIT_PROVEN)
+
+
+def _read_text(path: Path) -> str:
+    """The first bytes of a text, whole characters.
+
+    Raises:
+        OSError: if it cannot be read.
+        ValueError: if it is empty or not UTF-8.
+    """
+    from export.text_loss import MAX_TEXT_BYTES
+
+    with path.open("rb") as file:
+        text = codecs.getincrementaldecoder("utf-8")().decode(file.read(MAX_TEXT_BYTES))
+    if not text:
+        raise ValueError(f"{path} is empty")
+    return text
 
 
 def _verify(options: argparse.Namespace) -> int:
@@ -173,6 +204,7 @@ def _summary(report: ParityReport) -> dict[str, Any]:
         "proven_context": report.proven_context,
         "proven_source_context": report.proven_source_context,
         "provider": report.provider,
+        "bits_per_byte": None if report.text is None else report.text.exported,
         "relative_rms": None if report.loss is None else finite(report.loss.relative_rms),
     }
 

@@ -16,15 +16,16 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from export import blocks, slots
+from export import blocks, slots, text_loss
 from export.golden_cases import make_attention_cases, make_cases
-from export.job import Job
+from export.job import Job, ParityError
 from export.loss import max_relative_rms
 from export.oracle import check
 from export.staging import replacing
 from export.stored_weights import compare
 from export.verify import ParityReport, arithmetic_of, load_checked
 from model.checkpoint import Checkpoint
+from model.nn.transformer import DecoderOnly
 from model.spec import artifact, golden, golden_attention, golden_origin, golden_texts
 from model.spec.artifact import EXPLAIN, Device, FileEntry, KVFormat, KVLayout, KVPrecision, Precision
 from model.spec.chat import ChatSettings
@@ -51,6 +52,7 @@ def export(
     kv_cache: KVFormat = _IN_SLOTS,
     *,
     explain_graph: bool = False,
+    text: str = "",
 ) -> ParityReport:
     """Writes the artifact folder `out`, replacing an artifact that is already there.
 
@@ -62,6 +64,7 @@ def export(
         on_stage: called with the name of each stage before it begins.
         kv_cache: how K/V is stored and laid out; on CUDA always in blocks, of `BLOCK_SIZE` tokens by default.
         explain_graph: also write a graph of attention weights, for `Explain`.
+        text: measures what quantization costs in bits per byte of it; a decoder-only model over slots.
 
     Raises:
         Refused: when device, precision, model or folder cannot be exported.
@@ -76,8 +79,11 @@ def export(
     if is_paged:
         problems = blocks.unsupported(config, device, precision, kv_precision)
         problems += [f"{EXPLAIN} graphs go with K/V in slots"] if explain_graph else []
+        problems += ["a text is scored by graphs over slots"] if text else []
     else:
         problems = slots.unsupported(config, precision, kv_precision, explain_graph=explain_graph)
+    if text and config.is_encoder_decoder:
+        problems.append("a text is scored by a decoder-only model, this is an encoder-decoder")
     problems += [*_check_tokenizers(checkpoint), *_check_folder(out)]
     if problems:
         raise Refused(problems)
@@ -106,6 +112,11 @@ def export(
             on_stage("PyTorch with the stored weights")
             oracle = check(folder, draft, checkpoint.model, cases)
         report = dataclasses.replace(report, weights=weights, oracle=oracle)
+        if text and isinstance(checkpoint.model, DecoderOnly):
+            on_stage("scoring the text")
+            report = dataclasses.replace(report, text=text_loss.measure(folder, draft, checkpoint.model, text))
+            if report.failed:
+                raise ParityError(report)
         golden_texts.save(folder / artifact.GOLDEN_TEXTS, _record_texts(checkpoint))
         origin = golden_origin.of(dataclasses.replace(draft, files=_hashed(folder)))
         golden.save(folder / artifact.GOLDEN, cases, origin)

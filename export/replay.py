@@ -81,18 +81,36 @@ class Replayer:
         rows = self._rows(case)
         return case.select(self._step(case, step, rows) for step in case.steps)
 
-    def _rows(self, case: GoldenCase) -> list[_Row]:
-        """Zeroed K/V for every row, and its source's K/V if there is one."""
+    def prefill(self, token_ids: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> Float32:
+        """Logits `[P, V]` of a decoder-only model at these positions of one row `[N]`, read in a single step.
+
+        Raises:
+            ReplayError: when ONNX Runtime fails.
+        """
+        length = len(token_ids)
+        inputs: dict[str, Array] = {
+            "input_ids": token_ids[None],
+            "seqlens_k": np.array([length - 1], np.int32),
+            "total_sequence_length": np.array(length, np.int32),
+            "logits_indices": positions,
+        }
+        if self._config.positions is not Positions.ROTARY:
+            inputs["position_ids"] = np.arange(length)[None]
+        return self._run_in_place(inputs, self._zeroed(length))
+
+    def _zeroed(self, capacity: int) -> dict[str, Array]:
+        """A row's own K/V."""
         config = self._config
-        capacity = max(len(sequence) for sequence in case.sequences)
         names = [f"past_{part}_{layer}" for layer in range(config.num_layers) for part in ("key", "value")]
         shape = (1, config.num_kv_heads, capacity, config.head_dim)
+        return {name: np.zeros(shape, self._kv_dtype) for name in names}
+
+    def _rows(self, case: GoldenCase) -> list[_Row]:
+        """Zeroed K/V for every row, and its source's K/V if there is one."""
+        capacity = max(len(sequence) for sequence in case.sequences)
         cross = self._encode(case.sources) or [{} for _ in case.sequences]
         lengths = [len(source) for source in case.sources] or [0] * len(case.sequences)
-        return [
-            _Row({name: np.zeros(shape, self._kv_dtype) for name in names} | memory, length)
-            for memory, length in zip(cross, lengths, strict=True)
-        ]
+        return [_Row(self._zeroed(capacity) | memory, length) for memory, length in zip(cross, lengths, strict=True)]
 
     def _encode(self, sources: Sequence[npt.NDArray[np.int64]]) -> list[dict[str, Array]]:
         """Each source's cross-attention K/V, padded to one length; sources of equal padded length share a batch."""

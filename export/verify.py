@@ -29,6 +29,7 @@ from model.spec.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from export.oracle import OracleReport
     from export.stored_weights import StoredWeights
+    from export.text_loss import TextLoss
 
 
 class Verdict(StrEnum):
@@ -47,7 +48,7 @@ class ParityReport:
     `attention` compares an explain graph's weights, if there is one. The other cases reach `proven_context` of the
     decoder's `context` positions and `proven_source_context` of the encoder's `source_context`, 0 without an encoder.
     `loss` is what quantization costs, if anything is quantized; `weights` what an export found in its own files, and
-    `oracle` how PyTorch with these weights compares.
+    `oracle` how PyTorch with these weights compares; `text` is what a text's bits per byte cost, if one was given.
     `answers` are the graphs' logits, case by case.
     """
 
@@ -64,6 +65,7 @@ class ParityReport:
     loss: Loss | None = None
     weights: StoredWeights | None = None
     oracle: OracleReport | None = None
+    text: TextLoss | None = None
     answers: tuple[Float32, ...] = field(default=(), repr=False)
 
     @property
@@ -75,10 +77,11 @@ class ParityReport:
 
     @property
     def failed(self) -> tuple[str, ...]:
-        """Names of the cases that did not pass, and "loss" if that did not."""
+        """Names of the cases that did not pass, and "loss" and "text" if these did not."""
         results: tuple[CaseResult | AttentionResult, ...] = (*self.cases, *self.attention)
         names = tuple(result.name for result in results if not result.passed)
-        return names if self.loss is None or self.loss.passed else (*names, "loss")
+        losses = {"loss": self.loss, "text": self.text}
+        return (*names, *(name for name, loss in losses.items() if loss is not None and not loss.passed))
 
     @property
     def tolerance(self) -> Tolerance:
@@ -129,8 +132,8 @@ class ParityReport:
         }
         if self.attention:
             report["attention"] = _cases(self.attention)
-        for name, facts in (("loss", self.loss), ("weights", self.weights), ("oracle", self.oracle)):
-            if facts is not None:
+        for name in ("loss", "weights", "oracle", "text"):
+            if (facts := getattr(self, name)) is not None:
                 report[name] = {key: finite(value) for key, value in asdict(facts).items()}
         return json.dumps(report, indent=2, allow_nan=False) + "\n"
 
@@ -315,5 +318,10 @@ def describe(report: ParityReport) -> list[str]:
             f"quantization costs {loss.relative_rms:.3f} of the logits' spread (RMS, at most {loss.limit:.2f}) and "
             f"{loss.kl:.2g} nats over {loss.num_positions} positions; greedy tokens agree at {loss.agreement:.1%}, at "
             f"{loss.clear_agreement:.1%} of the {loss.num_clear} that lead by {CLEAR_LEAD} of the spread"
+        )
+    if (text := report.text) is not None:
+        lines.append(
+            f"{text.num_bytes} bytes of text take {text.exported:.4f} bits per byte, {text.pytorch:.4f} in PyTorch "
+            f"(at most {text.limit:.1%} more)"
         )
     return [*lines, golden.describe_drift(report.cases) or "the export's own answers are unknown"]

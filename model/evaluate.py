@@ -138,8 +138,10 @@ def pair_loss(model: SequenceToSequence, pairs: Sequence[Pair]) -> Likelihood:
     return Likelihood(nats, num_tokens)
 
 
-def text_likelihood(model: DecoderOnly, tokenizer: Tokenizer, texts: Sequence[str]) -> Likelihood:
-    """The likelihood of whole texts, each after a bos token and without its end.
+def text_likelihood(
+    model: DecoderOnly, tokenizer: Tokenizer, texts: Sequence[str], context: int | None = None
+) -> Likelihood:
+    """The likelihood of whole texts, each after a bos token and without its end; `context` is the model's by default.
 
     Each token is scored once. Longer texts than the context are read in windows that overlap by half, so that every
     token has at least half a context before it, if the text does. Bits per byte require a lossless tokenizer.
@@ -150,11 +152,11 @@ def text_likelihood(model: DecoderOnly, tokenizer: Tokenizer, texts: Sequence[st
     num_bytes = sum(len(text.encode()) for text in texts)
     if not num_bytes:
         raise ValueError("no text to score")
-    context, device = model.config.context, _device(model)
+    context, device = context or model.config.context, _device(model)
     rows = [
         row
         for ids in encode_documents(tokenizer, texts)
-        for row in windows([BOS_ID, *ids.tolist()], context, context // 2)
+        for row in windows([model.config.bos_id, *ids.tolist()], context, context // 2)
     ]
     rows.sort(key=lambda row: len(row[0]))
     nats, num_tokens = 0.0, 0

@@ -11,34 +11,28 @@ the checkpoint in PyTorch. An artifact is computed on the device that it was exp
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 
 from benchmarks.frame import models
 from benchmarks.frame.engine import greedy_request, load_engine, serve
 from benchmarks.frame.errors import ArgumentError
 from benchmarks.frame.rounds import say
 from benchmarks.frame.scenario import Run, Scenario, Settings, option
+from export import text_loss
 from model import checkpoint, evaluate
 from model.checkpoint import Checkpoint
 from model.data import dates, pairs, stdlib
 from model.data.batches import Pair
 from model.data.config import DataConfig, DataSource
-from model.data.vocabulary import encode_documents
 from model.nn.transformer import DecoderOnly, EncoderDecoder
 from model.spec import artifact
-from model.spec.artifact import DECODER, TOKENIZER, Manifest
-from model.spec.config import Positions
-from model.spec.tokenizer import BOS_ID, Tokenizer
+from model.spec.artifact import Manifest
+from model.spec.tokenizer import Tokenizer
 from model.training.presets import resolve
 from service.engine.scheduler import EngineLimits
-from service.engine.sessions.session import GraphSession, SessionOptions
 
 _DATES_SEED = 0
 _ROWS = 32
@@ -115,7 +109,7 @@ def _measure(source: Checkpoint, settings: QualitySettings) -> Measure:
             "bits_per_byte",
             f"{sum(len(text.encode()) for text in texts)} bytes of {len(texts)} held-out files, {stdlib.SOURCE}",
             lambda: evaluate.text_likelihood(model.eval(), tokenizer, texts).bits_per_byte,
-            lambda folder, manifest: bits_per_byte(folder, manifest, texts, settings.threads),
+            lambda folder, manifest: text_loss.bits_per_byte(folder, manifest, texts),
         )
     if not isinstance(model, EncoderDecoder):
         raise ArgumentError(f"{source.folder} was trained on {data.get('name')}, there is no measure for that")
@@ -170,22 +164,6 @@ def hold_out(source: Checkpoint, data: DataConfig, count: int) -> list[tuple[lis
     ][:count]
 
 
-def bits_per_byte(folder: Path, manifest: Manifest, texts: Sequence[str], threads: int) -> float:
-    """Bits per byte of whole texts, by a decoder's graph, as `model.evaluate.text_likelihood` defines them."""
-    session = GraphSession(folder, manifest.graphs[DECODER], SessionOptions(intra_op_threads=threads))
-    tokenizer = Tokenizer.load(folder / TOKENIZER)
-    context = manifest.config.context
-    nats = 0.0
-    for ids in encode_documents(tokenizer, texts):
-        for inputs, labels in evaluate.windows([BOS_ID, *ids.tolist()], context, context // 2):
-            positions = np.flatnonzero(np.array(labels) >= 0)
-            logits = session.run(_feeds(manifest, inputs, positions))[0].astype(np.float64)
-            peaks = logits.max(axis=-1, keepdims=True)
-            logprobs = logits - peaks - np.log(np.exp(logits - peaks).sum(axis=-1, keepdims=True))
-            nats -= float(logprobs[np.arange(len(positions)), np.array(labels)[positions]].sum())
-    return nats / math.log(2.0) / sum(len(text.encode()) for text in texts)
-
-
 def translate(
     folder: Path, sources: Sequence[Sequence[int]], new: Sequence[int], writer: Tokenizer, threads: int
 ) -> list[str]:
@@ -214,23 +192,6 @@ def _matching(folder: Path, source: Checkpoint) -> Manifest:
     if manifest.config != source.config:
         raise ArgumentError(f"{folder} holds another model than {source.folder}")
     return manifest
-
-
-def _feeds(
-    manifest: Manifest, inputs: Sequence[int], positions: npt.NDArray[np.int64]
-) -> dict[str, npt.NDArray[np.generic]]:
-    """A whole window from an empty cache; logits at these positions."""
-    config, length = manifest.config, len(inputs)
-    feeds: dict[str, npt.NDArray[np.generic]] = {
-        "input_ids": np.array([inputs], np.int64),
-        "seqlens_k": np.array([length - 1], np.int32),
-        "total_sequence_length": np.array(length, np.int32),
-        "logits_indices": positions.astype(np.int64),
-    }
-    if config.positions is not Positions.ROTARY:
-        feeds["position_ids"] = np.arange(length, dtype=np.int64)[None]
-    empty = np.zeros((1, config.num_kv_heads, length, config.head_dim), manifest.kv_cache.precision.dtype)
-    return feeds | {f"past_{part}_{layer}": empty for layer in range(config.num_layers) for part in ("key", "value")}
 
 
 def _shown(row: Row) -> Row:

@@ -40,7 +40,7 @@ from export.operators import (
 from export.quantize import quantize, quantize_blocks, quantize_columns, quantize_file
 from export.quantize_kv import calibrate, quantize_kv, quantize_sources
 from export.verify import Verdict, replay, verify
-from model import checkpoint, evaluate
+from model import checkpoint
 from model.nn import reference
 from model.spec import artifact, golden
 from model.spec.artifact import DECODER, ENCODER, Device, KVPrecision, Precision
@@ -463,17 +463,6 @@ def test_verify_fails_when_a_scale_of_kv_is_off(
         folder = Path(shutil.copytree(tiny_artifact(family, kv_precision=KVPrecision.INT8), tmp_path / name))
         change_tensor(folder, f"{graph}.onnx", name, _spoil_one(1e-3))
         assert verify(folder, lambda _: None).verdict is Verdict.FAILED, name
-
-
-def test_quality_of_a_float32_artifact_is_the_checkpoints() -> None:
-    folder = tiny_artifact("decoder-only")
-    source = checkpoint.load(folder.parent / "checkpoint")
-    texts = ["def f(x):\n    return x\n" * 9, "import this\n"]
-    expected = evaluate.text_likelihood(source.model, Tokenizer.load(source.tokenizer), texts).bits_per_byte  # type: ignore[arg-type]
-    found = quality.bits_per_byte(folder, artifact.load(folder), texts, 1)
-    assert found == pytest.approx(expected, abs=1e-5)
-    low = tiny_artifact("decoder-only", Precision.INT4)
-    assert quality.bits_per_byte(low, artifact.load(low), texts, 1) != pytest.approx(expected, abs=1e-5)
 
 
 def test_quality_of_outputs_is_that_of_the_reference() -> None:
