@@ -77,6 +77,7 @@ class Panel:
     unit: str
     is_stacked: bool
     is_logarithmic: bool
+    is_heat_map: bool
     queries: Mapping[str, str]
 
 
@@ -139,8 +140,9 @@ def read_panels(file: Path) -> list[Panel]:
         Panel(
             title=panel["title"],
             unit=panel["fieldConfig"]["defaults"]["unit"],
-            is_stacked="stacking" in panel["fieldConfig"]["defaults"]["custom"],
-            is_logarithmic="scaleDistribution" in panel["fieldConfig"]["defaults"]["custom"],
+            is_stacked="stacking" in panel["fieldConfig"]["defaults"].get("custom", {}),
+            is_logarithmic="scaleDistribution" in panel["fieldConfig"]["defaults"].get("custom", {}),
+            is_heat_map=panel["type"] == "heatmap",
             queries={target["legendFormat"]: target["expr"] for target in panel["targets"]},
         )
         for panel in board["panels"]
@@ -324,9 +326,12 @@ def _draw_panel(axes: Axes, answered: Answered, start: float) -> None:
     for row, series in zip(heights, lines.values(), strict=True):
         for when, value in series.points:
             row[places[when]] = value
-    scale, unit = _scale(panel.unit, float(np.nanmax(heights)))
+    scale, unit = (1.0, "s") if panel.is_heat_map else _scale(panel.unit, float(np.nanmax(heights)))
     axes.set_title(f"{panel.title}{unit and f', {unit}'}", loc="left", fontsize=8)
     seconds, colors = np.array(times) - start, itertools.cycle(_COLORS)
+    if panel.is_heat_map:
+        _draw_heat_map(axes, seconds, {float(name): row for name, row in zip(names, heights, strict=True)})
+        return
     if panel.is_stacked:
         axes.stackplot(seconds, np.nan_to_num(heights) / scale, labels=names, colors=_COLORS, linewidth=0)
     else:
@@ -341,6 +346,20 @@ def _draw_panel(axes: Axes, answered: Answered, start: float) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     if any(names):
         axes.legend(fontsize=5.5, frameon=False, loc="best", ncols=1 + (len(names) > 4), handlelength=1.0)
+
+
+def _draw_heat_map(axes: Axes, seconds: np.ndarray, cumulative: Mapping[float, np.ndarray]) -> None:
+    """A histogram over time: rates by bucket, up to the last one that is not empty."""
+    bounds = sorted(cumulative)
+    rates = np.diff(np.nan_to_num([cumulative[bound] for bound in bounds]), axis=0, prepend=0)
+    filled = np.flatnonzero(rates[:-1].max(axis=1) > 0)
+    if not len(filled):
+        return
+    first, last = filled[0], filled[-1] + 1
+    edges = [bounds[first] / 1.5, *bounds[first:last]]
+    width = np.median(np.diff(seconds)) if len(seconds) > 1 else 1.0
+    axes.pcolormesh(np.append(seconds, seconds[-1] + width), edges, np.sqrt(rates[first:last]), cmap="Oranges", vmin=0)
+    axes.set_yscale("log")
 
 
 def _scale(unit: str, most: float) -> tuple[float, str]:

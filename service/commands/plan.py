@@ -15,7 +15,7 @@ from service.config import PlanConfig
 from service.engine.kv.process_memory import available_memory
 from service.engine.types import Device
 from service.errors import StartupError
-from service.repository.devices import artifact_folder
+from service.repository.devices import artifact_folder, model_folders
 from service.repository.memory_plan import PROCESS_BYTES, MemoryPlan, as_flag, expected_manifest, in_units, plan_memory
 
 _CHECKPOINT = "config.json"
@@ -94,8 +94,8 @@ def _artifacts(folder: Path) -> Iterator[Path]:
     if (own / MANIFEST).is_file():
         yield folder
         return
-    for each in sorted(folder.iterdir()):
-        if not each.name.startswith(".") and (artifact_folder(each, Device.CPU) / MANIFEST).is_file():
+    for each in model_folders(folder):
+        if (artifact_folder(each, Device.CPU) / MANIFEST).is_file():
             yield each
 
 

@@ -23,6 +23,19 @@ from service.errors import StartupError
 _LOGGER = logging.getLogger(__name__)
 
 
+def model_folders(folder: Path) -> list[Path]:
+    """The subfolders that are models, by name: not hidden ones, nor the `lost+found` of a volume's file system.
+
+    Raises:
+        StartupError: when the folder cannot be read.
+    """
+    try:
+        visible = (path for path in folder.iterdir() if not path.name.startswith(".") and path.name != "lost+found")
+        return sorted(path for path in visible if path.is_dir())
+    except OSError as error:
+        raise StartupError([f"{folder} cannot be read: {error.strerror}"]) from error
+
+
 def artifact_folder(folder: Path, device: Device) -> Path:
     """The folder of a model's artifact for a device: the subfolder of that name, or the model's folder itself."""
     own = folder / device

@@ -43,7 +43,7 @@ from service.engine.sessions.session import SessionOptions
 from service.engine.types import Device
 from service.errors import StartupError
 from service.forecasting.admission import PATIENCE_SECONDS
-from service.repository.devices import artifact_folder, choose_device
+from service.repository.devices import artifact_folder, choose_device, model_folders
 from service.repository.kv_pool import KVPool
 from service.repository.memory_plan import MemoryPlan, in_units, plan_memory
 from service.repository.models import ServedModel
@@ -60,7 +60,7 @@ def load_models(folder: Path, device: Device = Device.AUTO) -> tuple[ServedModel
     Raises:
         StartupError: listing all that is wrong with any of them.
     """
-    subfolders = _subfolders(folder)
+    subfolders = model_folders(folder)
     if not subfolders:
         raise StartupError([f"{folder} has no subfolder, and so no model to serve"])
     return _load_all(subfolders, lambda subfolder: load_model(subfolder, device))
@@ -72,7 +72,7 @@ def settle_device(config: ServeConfig) -> ServeConfig:
     Raises:
         StartupError: when a model is not exported for it, or it does not work.
     """
-    return dataclasses.replace(config, device=choose_device(config.device, _subfolders(config.models)))
+    return dataclasses.replace(config, device=choose_device(config.device, model_folders(config.models)))
 
 
 def model_names(folder: Path) -> tuple[str, ...]:
@@ -81,7 +81,7 @@ def model_names(folder: Path) -> tuple[str, ...]:
     Raises:
         StartupError: when it cannot be read.
     """
-    return tuple(subfolder.name for subfolder in _subfolders(folder))
+    return tuple(subfolder.name for subfolder in model_folders(folder))
 
 
 def needs_of(manifest: Manifest, config: ServeConfig) -> MemoryNeeds:
@@ -298,13 +298,6 @@ def _read(name: str, folder: Path, manifest: Manifest) -> ServedModel:
         golden_cases=cases,
         chat=chat,
     )
-
-
-def _subfolders(folder: Path) -> list[Path]:
-    try:
-        return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
-    except OSError as error:
-        raise StartupError([f"{folder} cannot be read: {error.strerror}"]) from error
 
 
 def _prompt_vocab_size(manifest: Manifest) -> int:

@@ -1,10 +1,9 @@
-"""`docs/serve/metrics.md` lists what the server exposes: each metric with its type, labels and meaning, each alert."""
+"""`docs/serve/metrics.md` lists what the server exposes: each metric with its type, labels and meaning."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 
-import yaml
 from prometheus_client import CollectorRegistry
 
 from service.telemetry.metrics import Metrics, Objectives
@@ -73,10 +72,3 @@ def test_units_are_those_that_names_end_in() -> None:
         parts = name.strip("`").removesuffix("_total").split("_")
         expected = next((UNITS[part] for part in reversed(parts) if part in UNITS), None)
         assert unit == expected or (expected is None and unit), name
-
-
-def test_every_alert_has_its_row_with_its_urgency_and_what_to_do() -> None:
-    rules = ROOT / "deploy" / "prometheus" / "rules" / "alerts.yml"
-    groups = yaml.safe_load(rules.read_text(encoding="utf-8"))["groups"]
-    alerts = [(f"`{rule['alert']}`", rule["labels"]["severity"]) for group in groups for rule in group["rules"]]
-    assert [(name, urgency) for name, urgency, *_ in table("Alerts")] == alerts

@@ -76,11 +76,17 @@ def test_every_alert_is_seen_quiet_then_firing_then_quiet_again(alert: str) -> N
 
 def test_every_alert_has_its_section_in_the_runbook_and_links_to_it() -> None:
     links = {rule["alert"]: rule["annotations"]["runbook_url"] for rule in rules() if "alert" in rule}
-    pages = {alert: link.partition("#")[0] for alert, link in links.items()}
-    assert {alert: (ROOT / page).is_file() for alert, page in pages.items()} == dict.fromkeys(ALERTS, True)
-    assert links == {alert: f"{page}#{alert.lower()}" for alert, page in pages.items()}
-    for page in set(pages.values()):
-        assert re.findall(r"^## (\w+)$", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE) == ALERTS
+    (base,) = {link.partition("#")[0] for link in links.values()}
+    assert links == {alert: f"{base}#{alert.lower()}" for alert in ALERTS}
+    # Set in one place, and a page of the repository where it is not set.
+    label, page = re.fullmatch(r'{{ or \$externalLabels\.(\w+) "(.+)" }}', base).groups()  # type: ignore[union-attr]
+    assert read(PROMETHEUS / "prometheus.yml")["global"]["external_labels"] == {label: page}
+    text = (ROOT / page).read_text(encoding="utf-8")
+    urgency = [(rule["alert"], rule["labels"]["severity"]) for rule in rules() if "alert" in rule]
+    assert re.findall(r"^## (\w+)\n\n\*\*Means\*\* \((\w+)\)", text, re.MULTILINE) == urgency
+    # What it says to look at is on the dashboard.
+    panels = {panel["title"] for panel in json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]}
+    assert set(re.findall(r'"([A-Z][^"]+)"', " ".join(text.split()))) <= panels
 
 
 def test_every_objectives_budget_is_seen_to_burn() -> None:

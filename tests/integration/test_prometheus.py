@@ -185,6 +185,7 @@ PANEL = Panel(
     "short",
     is_stacked=False,
     is_logarithmic=False,
+    is_heat_map=False,
     queries={"{{name}} counted": "sheep_total", "asleep": "0 / 0"},
 )
 
@@ -223,6 +224,10 @@ SUMMED = (
     "Tokens a second",
     "Calls that failed",
     "Preemptions a second",
+    "Requests a second",
+    "Times to first token",
+    "Times between tokens",
+    "Times in the queue",
 )
 BY_SERVER = ("Memory", "Processors in use", "Scrapes")
 
@@ -266,7 +271,8 @@ def test_dashboard_puts_two_servers_behind_envoy_together(subject: Subject, tmp_
                 assert found == [value], query
             elif len(found) == len(parts):
                 # A ratio, a mean, a percentile, a least or a largest of both lies between theirs.
-                assert min(found) * 0.99 <= value <= max(found) * 1.01, query
+                low, high = min(found), max(found)
+                assert low - 0.01 * abs(low) <= value <= high + 0.01 * abs(high), query
             else:
                 continue
             compared.add(title)

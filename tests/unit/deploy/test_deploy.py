@@ -130,6 +130,21 @@ def test_image_is_built_from_its_own_files_only(dockerfile: Path, ignore: Path) 
     assert named == {line[1:] for line in kept if line.startswith("!")}
 
 
+def drain_seconds(config: ServeConfig) -> float:
+    """How long a server may take to stop: the grace, and what its flag's help says that closing takes besides."""
+    closing = re.findall(r"closing takes up to (\d+) s", options(ServeConfig)["drain_grace_seconds"].help)
+    return config.drain_grace_seconds + float(closing[0])
+
+
+def test_containers_are_given_the_time_to_drain() -> None:
+    files = [ROOT / "deploy" / "compose.yaml", ROOT / "examples" / "own-model" / "compose.yaml"]
+    given = [yaml.safe_load(path.read_text())["services"]["onward"]["stop_grace_period"] for path in files]
+    for page in (ROOT / "README.md", ROOT / "docs" / "operate" / "deploy.md"):
+        given += re.findall(r"docker run [^`]*?--stop-timeout (\d+)", page.read_text())
+    assert len(given) == 4
+    assert min(float(each.rstrip("s")) for each in given) >= drain_seconds(CONFIG)
+
+
 def test_published_ports_are_the_servers_and_of_loopback() -> None:
     published = COMPOSE["onward"]["ports"]
     assert published[:2] == [f"127.0.0.1:{port}:{port}" for port in (CONFIG.port, CONFIG.metrics_port)]

@@ -27,6 +27,7 @@ from service.errors import Unauthenticated
 from service.transport.permissions import PERMISSIONS
 from tests.contracts import MANAGING, METHODS
 from tests.environment import ROOT
+from tests.unit.deploy.test_deploy import drain_seconds
 
 KUBERNETES = ROOT / "deploy" / "kubernetes"
 OVERLAYS = sorted(path.name for path in (KUBERNETES / "overlays").iterdir())
@@ -206,8 +207,7 @@ def test_pod_gives_the_server_time_to_drain(kustomize: Kustomize) -> None:
     config = parse(["serve", "--models", "m"], given)
     assert isinstance(config, ServeConfig)
     pause = int(re.findall(r"sleep\((\d+)\)", container["lifecycle"]["preStop"]["exec"]["command"][-1])[0])
-    closing = 8.0  # what the flag's help says that closing takes besides
-    assert pod["terminationGracePeriodSeconds"] >= pause + config.drain_grace_seconds + closing
+    assert pod["terminationGracePeriodSeconds"] >= pause + drain_seconds(config)
 
 
 @pytest.mark.parametrize("name", OVERLAYS)

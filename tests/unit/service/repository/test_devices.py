@@ -55,6 +55,16 @@ def put(folder: Path, device: BuiltFor) -> None:
     (folder / MANIFEST).write_text(manifest(device).to_json(), encoding="utf-8")
 
 
+def test_models_are_the_subfolders_but_hidden_ones_and_what_file_systems_put_there(tmp_path: Path) -> None:
+    for name in ("b", "a", ".b-before", "lost+found"):
+        put(tmp_path / name, BuiltFor.CPU)
+    (tmp_path / "README").write_text("a file")
+    assert loading.model_names(tmp_path) == ("a", "b")
+    assert loading.settle_device(ServeConfig(models=tmp_path)).device is Device.CPU
+    with pytest.raises(StartupError, match="none cannot be read: No such file"):
+        loading.model_names(tmp_path / "none")
+
+
 def works(_: Path) -> str | None:
     return None
 
