@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from export import blocks, slots, text_loss
@@ -118,10 +118,13 @@ def export(
             if report.failed:
                 raise ParityError(report)
         golden_texts.save(folder / artifact.GOLDEN_TEXTS, _record_texts(checkpoint))
-        origin = golden_origin.of(dataclasses.replace(draft, files=_hashed(folder)))
+        files = _hashed(folder.iterdir())
+        origin = golden_origin.of(dataclasses.replace(draft, files=files))
         golden.save(folder / artifact.GOLDEN, cases, origin)
         (folder / artifact.PARITY).write_text(report.to_json(), encoding="utf-8")
-        manifest = dataclasses.replace(draft, files=_hashed(folder))
+        # Weights are hashed once.
+        files |= _hashed(folder / name for name in (artifact.GOLDEN, artifact.PARITY))
+        manifest = dataclasses.replace(draft, files=dict(sorted(files.items())))
         (folder / artifact.MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
         on_stage("checking the artifact as a server would")
         load_checked(folder, (device,))
@@ -158,8 +161,8 @@ def _check_folder(out: Path) -> list[str]:
     return []
 
 
-def _hashed(folder: Path) -> dict[str, FileEntry]:
-    return {path.name: artifact.hash_file(path) for path in sorted(folder.iterdir())}
+def _hashed(paths: Iterable[Path]) -> dict[str, FileEntry]:
+    return {path.name: artifact.hash_file(path) for path in paths}
 
 
 def _is_artifact(folder: Path) -> bool:

@@ -186,8 +186,10 @@ def _dequantize(
 ) -> Tensor:
     """A stored matrix as `[N, K] float32`."""
     codes = numpy_helper.to_array(stored, base_dir=str(folder))
-    integers, steps = unpack(stored.name, is_own=is_own, codes=codes, scales=scales, shape=shape)
-    return torch.from_numpy((integers * steps).astype(np.float32))
+    found = np.empty(shape, np.float32)
+    for rows, integers, steps in unpack(stored.name, is_own=is_own, codes=codes, scales=scales, shape=shape):
+        found[rows] = integers * steps
+    return torch.from_numpy(found)
 
 
 def _kv_scales(folder: Path, manifest: Manifest) -> dict[str, Tensor]:

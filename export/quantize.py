@@ -67,6 +67,8 @@ _INT4_ZERO = 8
 _INT4_REACHES = np.linspace(1.0, 0.7, 7, dtype=np.float32)
 # The range of normal float16 numbers.
 _LEAST_FLOAT16, _LARGEST_FLOAT16 = np.finfo(np.float16).tiny, np.finfo(np.float16).max
+# Quantized at once.
+_COLUMNS = 8192
 _ACCURACY_LEVEL = 4  # activations in eight bits
 
 
@@ -87,8 +89,13 @@ def unsupported(config: ModelConfig, precision: Precision) -> list[str]:
 
 
 def quantize_file(path: Path, precision: Precision) -> None:
-    """Rewrites an ONNX file and the external data beside it, which is the same name with `.data` added."""
-    save(path, quantize(onnx.load(path), precision))
+    """Rewrites an ONNX file and the external data beside it, which is the same name with `.data` added.
+
+    In memory at once: one float matrix of a product, and all that is written.
+    """
+    quantized = quantize(onnx.load(path, load_external_data=False), precision, path.parent)
+    onnx.load_external_data_for_model(quantized, str(path.parent))
+    save(path, quantized)
 
 
 def save(path: Path, model: onnx.ModelProto) -> None:
@@ -99,12 +106,13 @@ def save(path: Path, model: onnx.ModelProto) -> None:
     onnx.checker.check_model(path, full_check=True)
 
 
-def quantize(model: onnx.ModelProto, precision: Precision) -> onnx.ModelProto:
+def quantize(model: onnx.ModelProto, precision: Precision, folder: Path = Path()) -> onnx.ModelProto:
     """The model with its products with stored matrices in `precision`; everything else unchanged.
 
     Args:
-        model: with its weights loaded; it is not modified.
+        model: it is not modified. Weights that are not loaded are read one by one; others stay where they are.
         precision: float32 rewrites products to the project's own operator.
+        folder: of the model's external data.
 
     Raises:
         ValueError: when a weight's input is not a multiple of any block (int4), or there is no rewrite to the
@@ -114,7 +122,7 @@ def quantize(model: onnx.ModelProto, precision: Precision) -> onnx.ModelProto:
         raise ValueError(f"no graph is rewritten to {precision}")
     quantized = onnx.ModelProto()
     quantized.CopyFrom(model)
-    graph = _Graph.of(quantized.graph)
+    graph = _Graph.of(quantized.graph, folder)
     rewrite = _REWRITES[precision](graph)
     taken: set[str] = set()
     for node in graph.nodes:
@@ -133,9 +141,13 @@ def quantize(model: onnx.ModelProto, precision: Precision) -> onnx.ModelProto:
 
 def quantize_columns(weight: Float32) -> tuple[Int8, Float32]:
     """A weight `[K, N]` as bytes `[K, N]` in ±127 and one scale per column `[N]`, its largest magnitude / 127."""
-    peaks = np.abs(weight).max(axis=0)
-    scales = (np.where(peaks > 0, peaks, 1) / ROW_LIMIT).astype(np.float32)
-    return np.clip(np.rint(weight / scales), -ROW_LIMIT, ROW_LIMIT).astype(np.int8), scales
+    codes, scales = np.empty(weight.shape, np.int8), np.empty(weight.shape[1], np.float32)
+    for columns in _parts(weight.shape[1]):
+        part = weight[:, columns]
+        peaks = np.abs(part).max(axis=0)
+        scales[columns] = np.where(peaks > 0, peaks, 1) / ROW_LIMIT
+        codes[:, columns] = np.clip(np.rint(part / scales[columns]), -ROW_LIMIT, ROW_LIMIT)
+    return codes, scales
 
 
 def quantize_blocks(weight: Float32, block_size: int) -> tuple[UInt8, Float32]:
@@ -144,6 +156,15 @@ def quantize_blocks(weight: Float32, block_size: int) -> tuple[UInt8, Float32]:
     A block's extreme maps to about -8, since four bits reach one step further below zero than above. Several scales are
     tried: clipping the extremes a little gives the other weights a finer scale.
     """
+    inner, outer = weight.shape
+    packed = np.empty((outer, inner // block_size, block_size // 2), np.uint8)
+    scales = np.empty((outer, inner // block_size), np.float32)
+    for columns in _parts(outer):
+        packed[columns], scales[columns] = _quantize_some_blocks(weight[:, columns], block_size)
+    return packed, scales
+
+
+def _quantize_some_blocks(weight: Float32, block_size: int) -> tuple[UInt8, Float32]:
     inner, outer = weight.shape
     blocks = np.ascontiguousarray(weight.T).reshape(outer, inner // block_size, block_size)
     extremes = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=-1)[..., None], axis=-1)
@@ -158,6 +179,12 @@ def quantize_blocks(weight: Float32, block_size: int) -> tuple[UInt8, Float32]:
     codes: UInt8 = (_nibbles(blocks, best_scales) + _INT4_ZERO).astype(np.uint8)
     packed: UInt8 = codes[..., ::2] | np.left_shift(codes[..., 1::2], np.uint8(4))
     return packed, best_scales[..., 0]
+
+
+def _parts(num_columns: int) -> Iterator[slice]:
+    """Columns that are quantized together: intermediate results of a large vocabulary's head are large, too."""
+    for start in range(0, num_columns, _COLUMNS):
+        yield slice(start, start + _COLUMNS)
 
 
 def _nibbles(blocks: Float32, scales: Float32) -> Float32:
@@ -188,7 +215,8 @@ class _Product:
 class _Graph:
     """A graph being rewritten: its original nodes and weights, and the nodes that replace them.
 
-    `positives` are tensors without negative numbers; `readers` are the nodes that read each tensor.
+    `positives` are tensors without negative numbers; `readers` are the nodes that read each tensor; `folder` has the
+    weights that are not loaded.
     """
 
     nodes: Sequence[onnx.NodeProto]
@@ -196,10 +224,11 @@ class _Graph:
     positives: frozenset[str]
     readers: Mapping[str, Sequence[onnx.NodeProto]]
     stored: dict[str, onnx.TensorProto]
+    folder: Path
     new_nodes: list[onnx.NodeProto] = field(default_factory=list)
 
     @classmethod
-    def of(cls, graph: onnx.GraphProto) -> _Graph:
+    def of(cls, graph: onnx.GraphProto, folder: Path) -> _Graph:
         outputs = frozenset(output.name for output in graph.output)
         positives = frozenset(node.output[0] for node in graph.node if node.op_type == "Relu")
         readers: dict[str, list[onnx.NodeProto]] = defaultdict(list)
@@ -207,7 +236,7 @@ class _Graph:
             for name in node.input:
                 readers[name].append(node)
         stored = {tensor.name: tensor for tensor in graph.initializer}
-        return cls(list(graph.node), outputs, positives, readers, stored)
+        return cls(list(graph.node), outputs, positives, readers, stored, folder)
 
     def product(self, node: onnx.NodeProto) -> _Product | None:
         """The product of activations with a stored matrix that a node computes; None for other nodes."""
@@ -220,7 +249,7 @@ class _Graph:
             return None
         if attributes.get("transA", 0) or attributes.get("alpha", 1.0) != 1.0 or attributes.get("beta", 1.0) != 1.0:
             return None
-        weight = numpy_helper.to_array(self.stored[name])
+        weight = self.values(name)
         bias, output = (rest[0] if rest and rest[0] else None), node.output[0]
         outer = weight.shape[0 if is_own or attributes.get("transB", 0) else 1]
         if bias is not None and not self._is_row(bias, outer):
@@ -242,7 +271,7 @@ class _Graph:
 
     def values(self, name: str) -> npt.NDArray[Any]:
         """The values of a stored tensor."""
-        return numpy_helper.to_array(self.stored[name])
+        return numpy_helper.to_array(self.stored[name], base_dir=str(self.folder))
 
     def _bias_of(self, product: str, outer: int) -> onnx.NodeProto | None:
         """The node that adds a stored row to a product, if it is the product's only reader."""

@@ -264,7 +264,7 @@ class HandLibrary(library.Library):
             raise UnknownModel(name, sorted(self._world.shelf))
         return needs(self._world.shelf[name].context)
 
-    def _read_model(self, name: str, needs: MemoryNeeds, kv_memory: int, more_kv_bytes: int) -> ServedModel:
+    def _read_model(self, name: str, needs: MemoryNeeds, part: Part, more_bytes: int, promised: int) -> ServedModel:
         found = self._world.shelf[name]
         if not found.is_readable:
             raise ModelUnfit(name, ["it cannot be read"])

@@ -20,6 +20,8 @@ from typing import Any
 from model.spec.artifact import TOKENIZER
 
 _END = "<|end|>"
+# Transformers' names of matrices that write to the residual stream of pre-norm layers.
+_OUTPUTS = ("o_proj.weight", "down_proj.weight")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +99,12 @@ SHAPES: Mapping[str, Shape] = {
 
 
 def make_folder(name: str, folder: Path) -> None:
-    """Saves the model with random weights in bfloat16, drawn as transformers initializes, and its tokenizer."""
+    """Saves the model with random weights in bfloat16 and its tokenizer.
+
+    Weights are drawn as transformers initializes, but for those that write to the residual stream of pre-norm layers:
+    in sum they write about as much as the embeddings. Otherwise the layers outweigh the embeddings, and rounding errors
+    grow with depth beyond those of a trained model.
+    """
     import torch
     import transformers
 
@@ -114,8 +121,16 @@ def make_folder(name: str, folder: Path) -> None:
     if hasattr(model, "final_logits_bias"):
         # A published model's is not zero, and a sum with zeros is not exported.
         model.final_logits_bias.normal_(0.0, 0.02)
+    _shrink_outputs(model)
     model.save_pretrained(folder)
     (folder / TOKENIZER).write_text(json.dumps(tokenizer(size)), encoding="utf-8")
+
+
+def _shrink_outputs(model: Any) -> None:
+    outputs = [weight for name, weight in model.named_parameters() if name.endswith(_OUTPUTS)]
+    for weight in outputs:
+        # GPT-2's rule, in units of the embeddings: norms bring the inputs of these matrices to about 1.
+        weight.data.mul_(model.config.initializer_range * len(outputs) ** -0.5)
 
 
 def tokenizer(size: int) -> dict[str, Any]:

@@ -1,14 +1,14 @@
 """A folder in Hugging Face's layout, treated as untrusted: its JSON files and the headers of its weights.
 
-Nothing is unpickled, no path leaves the folder, and no weight is read: the header of a safetensors file has the names,
-dtypes and shapes that the checks need. All problems are collected. Needs no torch.
+No path leaves the folder, and no weight is read: the header of a safetensors file has the names, dtypes and shapes that
+the checks need. All problems are collected. Needs no torch. Pickled weights (`model.hf.pickled`) need it to be read.
 """
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ GENERATION = "generation_config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+PICKLED = "pytorch_model.bin"
+PICKLED_INDEX = "pytorch_model.bin.index.json"
 
 DTYPES = ("F32", "F16", "BF16")
 """Supported dtypes of weights."""
@@ -75,8 +77,20 @@ class HfFolder:
         return path if path.is_file() and not _escapes(self.path, name) else None
 
 
-def read_folder(path: Path, problems: list[str]) -> HfFolder:
-    """Reads the JSON files and the headers; appends to `problems`."""
+def is_pickled(file: str) -> bool:
+    """Whether a file of weights is PyTorch's, and no safetensors file."""
+    return file.endswith(".bin")
+
+
+def read_folder(path: Path, problems: list[str], read_pickled: ReadPickled | None = None) -> HfFolder:
+    """Reads the JSON files and the headers; appends to `problems`.
+
+    Args:
+        path: the folder.
+        problems: gets what is wrong.
+        read_pickled: the tensors of a pickled file, where there are no safetensors; raises ValueError. By default such
+            files are refused.
+    """
     if not path.is_dir():
         problems.append(f"{path} is not a folder")
         return HfFolder(path=path, config={}, generation={}, tokenizer_config={})
@@ -84,7 +98,7 @@ def read_folder(path: Path, problems: list[str]) -> HfFolder:
         problems.append(f"{CONFIG} is missing")
     if (path / "adapter_config.json").is_file():
         problems.append("adapter_config.json: an adapter is no model; merge it into the model that it is for")
-    tensors, unread = _read_headers(path, problems)
+    tensors, unread = _read_headers(path, problems, read_pickled)
     return HfFolder(
         path=path,
         config=read_json(path, CONFIG, problems),
@@ -140,19 +154,23 @@ def read_json(folder: Path, name: str, problems: list[str]) -> dict[str, Any]:
     return values
 
 
+ReadPickled = Callable[[Path], dict[str, Stored]]
+"""Reads the names, dtypes and shapes of a pickled file's tensors."""
 _Headers = tuple[dict[str, Stored], set[str]]
 """The tensors found, and the names of those in unreadable files."""
 
 
-def _read_headers(folder: Path, problems: list[str]) -> _Headers:
-    has_index, has_single = (folder / INDEX).is_file(), (folder / WEIGHTS).is_file()
-    if has_index and has_single:
-        problems.append(f"both {WEIGHTS} and {INDEX} are there: only one may be the model")
-        return {}, set()
-    if has_single:
-        return _read_header(folder, WEIGHTS, problems) or {}, set()
-    if has_index:
-        return _read_shards(folder, problems)
+def _read_headers(folder: Path, problems: list[str], read_pickled: ReadPickled | None) -> _Headers:
+    readable = [(WEIGHTS, INDEX), *([(PICKLED, PICKLED_INDEX)] if read_pickled else [])]
+    for weights, index in readable:
+        has_index, has_single = (folder / index).is_file(), (folder / weights).is_file()
+        if has_index and has_single:
+            problems.append(f"both {weights} and {index} are there: only one may be the model")
+            return {}, set()
+        if has_single:
+            return _read_header(folder, weights, problems, read_pickled) or {}, set()
+        if has_index:
+            return _read_shards(folder, index, problems, read_pickled)
     pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
     if pickles:
         problems.append(
@@ -164,11 +182,11 @@ def _read_headers(folder: Path, problems: list[str]) -> _Headers:
     return {}, set()
 
 
-def _read_shards(folder: Path, problems: list[str]) -> _Headers:
+def _read_shards(folder: Path, index: str, problems: list[str], read_pickled: ReadPickled | None) -> _Headers:
     """All tensors of all shards, checked against the index."""
-    placed = read_json(folder, INDEX, problems).get("weight_map")
+    placed = read_json(folder, index, problems).get("weight_map")
     if not isinstance(placed, dict) or not all(isinstance(file, str) for file in placed.values()) or not placed:
-        problems.append(f"{INDEX}: weight_map is {shorten(placed)}, must be an object of file names")
+        problems.append(f"{index}: weight_map is {shorten(placed)}, must be an object of file names")
         return {}, set()
     by_file: dict[str, set[str]] = defaultdict(set)
     for name, file in placed.items():
@@ -178,29 +196,33 @@ def _read_shards(folder: Path, problems: list[str]) -> _Headers:
     for file, names in sorted(by_file.items()):
         found = None
         if _escapes(folder, file):
-            problems.append(f"{INDEX}: {file!r} leaves the folder")
+            problems.append(f"{index}: {file!r} leaves the folder")
         elif not (folder / file).is_file():
-            problems.append(f"{file} is missing, {INDEX} puts {len(names)} tensors into it")
+            problems.append(f"{file} is missing, {index} puts {len(names)} tensors into it")
         else:
-            found = _read_header(folder, file, problems)
+            found = _read_header(folder, file, problems, read_pickled)
         if found is None:
             unread |= names
             continue
-        problems += [f"{file} lacks {name}, which {INDEX} puts there" for name in sorted(names - found.keys())]
-        problems += [f"{file} has {name}, which {INDEX} does not put there" for name in sorted(found.keys() - names)]
+        problems += [f"{file} lacks {name}, which {index} puts there" for name in sorted(names - found.keys())]
+        problems += [f"{file} has {name}, which {index} does not put there" for name in sorted(found.keys() - names)]
         tensors |= found
     return tensors, unread
 
 
-def _read_header(folder: Path, file: str, problems: list[str]) -> dict[str, Stored] | None:
+def _read_header(
+    folder: Path, file: str, problems: list[str], read_pickled: ReadPickled | None
+) -> dict[str, Stored] | None:
     """A file's tensors; None if it cannot be read, which is a problem."""
     if _escapes(folder, file):
         problems.append(f"{file} is a link out of the folder; copy the folder with what its links point to (cp -rL)")
         return None
     try:
+        if read_pickled is not None and is_pickled(file):
+            return read_pickled(folder / file)
         with safe_open(folder / file, framework="np") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 — no mapping
             return {name: Stored(file, piece.get_dtype(), tuple(piece.get_shape())) for name, piece in slices.items()}
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, ValueError, OSError) as error:
         problems.append(f"{file}: {error}")
         return None

@@ -1,7 +1,7 @@
 """From a Hugging Face folder to a checkpoint: `plan` checks everything, `write` converts the weights.
 
-`plan` reads JSON and headers alone and needs no torch; it reports all problems at once. `write` checks the rest,
-whether tensors that must be equal are, before it writes.
+`plan` reads JSON and headers alone and needs no torch, but for pickled weights; it reports all problems at once.
+`write` checks the rest, whether tensors that must be equal are, before it writes.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from model.hf import bart, gpt2, llama
-from model.hf.folder import CONFIG, HfFolder, ImportRefused, Stored, read_folder
+from model.hf.folder import CONFIG, HfFolder, ImportRefused, Stored, is_pickled, read_folder
 from model.hf.generation import check_tokens, read_tokens
 from model.hf.layout import Described, Layout, Part
+from model.hf.pickled import PickledWeights, read_header
 from model.hf.texts import read_chat, read_tokenizers
 from model.hf.values import Values, shorten
 from model.spec.artifact import TOKENIZER
@@ -86,7 +87,7 @@ def plan(path: Path, *, context: int | None = None, chat: bool = True) -> Plan:
     """
     problems: list[str] = []
     notes: list[str] = []
-    folder = read_folder(path, problems)
+    folder = read_folder(path, problems, read_header)
     if not path.is_dir():
         raise ImportRefused(path, problems)
     # Each part is checked as far as possible whatever is wrong with the others, to report all problems at once.
@@ -232,9 +233,14 @@ class _Weights:
         from safetensors import SafetensorError, safe_open
 
         names = sorted({tensor.file for tensor in folder.tensors.values()})
+        files: dict[str, Any] = {}
         with ExitStack() as stack:
             try:
-                files = {name: stack.enter_context(safe_open(folder.path / name, framework="pt")) for name in names}
+                for name in names:
+                    if is_pickled(name):
+                        files[name] = PickledWeights(folder.path / name)
+                    else:
+                        files[name] = stack.enter_context(safe_open(folder.path / name, framework="pt"))
                 yield cls(folder.tensors, files)
             except SafetensorError as error:
                 raise OSError(f"{folder.path}: {error}") from error

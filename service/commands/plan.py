@@ -12,10 +12,12 @@ from model.spec.artifact import MANIFEST, ArtifactError, Manifest, read_manifest
 from model.spec.artifact import Device as BuiltFor
 from model.spec.config import ConfigError, ModelConfig
 from service.config import PlanConfig
+from service.engine.kv.budget import memory_needs
 from service.engine.kv.process_memory import available_memory
 from service.engine.types import Device
 from service.errors import StartupError
 from service.repository.devices import artifact_folder, model_folders
+from service.repository.kv_pool import KVPool
 from service.repository.memory_plan import PROCESS_BYTES, MemoryPlan, as_flag, expected_manifest, in_units, plan_memory
 
 _CHECKPOINT = "config.json"
@@ -31,7 +33,10 @@ def plan(config: PlanConfig, out: TextIO = sys.stdout) -> int:
     """
     manifests = manifests_of(Path(config.folder), config)
     memory = available_memory() if config.memory is None else config.memory
-    found = plan_memory(manifests, config.max_batch_size, config.prefill_chunk, memory, config.kv_memory)
+    rows, chunk = config.max_batch_size, config.prefill_chunk
+    found = plan_memory(manifests, rows, chunk, memory, config.kv_memory)
+    # Refuses parts that are too small, as the server does.
+    KVPool(found.kv_bytes, {}, None, {name: memory_needs(each, rows, chunk) for name, each in manifests.items()})
     out.writelines(f"{line}\n" for line in lines_of(found, manifests))
     return 0
 

@@ -206,6 +206,14 @@ class ServeConfig:
         bool, _engine("measure steps for up to 0.5 s per model before serving, to predict times", boolean)
     ] = True
 
+    memory: Annotated[
+        int | None,
+        _memory(
+            "bytes for the server, as in 4GiB, K/V and all else; on a CPU; default: those available in its control "
+            "group and machine",
+            num_bytes,
+        ),
+    ] = None
     kv_memory: Annotated[
         int | None,
         _memory(

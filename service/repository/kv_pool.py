@@ -26,7 +26,10 @@ from service.errors import StartupError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """What one engine of a model may take until it is given back: `kv_bytes` for K/V, `besides` for all else."""
+    """What one engine of a model may take until it is given back: `kv_bytes` for K/V, `besides` for all else.
+
+    `besides` has pre-faulted memory, and on a CPU weights and activations.
+    """
 
     model: str
     kv_bytes: int
@@ -83,6 +86,11 @@ class KVPool:
         """By model that was named and is not served, the bytes that are kept for it."""
         return {model: self._planned[model] for model in sorted(self._kept_for - self.parts.keys())}
 
+    @property
+    def promised(self) -> int:
+        """Bytes that all engines may take, K/V and all else, whether they have touched them or not."""
+        return sum(self.parts.values()) + sum(part.besides for part in self._parts)
+
     def part_of(self, model: str) -> Part | None:
         """The part that a model took last; None if it has none."""
         return next((part for part in reversed(self._parts) if part.model == model), None)
@@ -118,7 +126,7 @@ class KVPool:
         kv_bytes = needs.whole if self._num_bytes is None else min(wanted, self._room(model))
         if kv_bytes < needs.least:
             raise StartupError([self._too_little(model, kv_bytes, needs.least)])
-        part = Part(model, kv_bytes, needs.besides)
+        part = Part(model, kv_bytes, needs.besides + needs.prefaulted(kv_bytes))
         self._parts.append(part)
         return part
 
@@ -145,9 +153,9 @@ class KVPool:
 
     def _check_memory(self) -> None:
         """Refuses what this machine cannot hold: the kernel would grant it and kill the process once it is touched."""
-        besides = sum(part.besides for part in self._parts)
-        needed = sum(self.parts.values()) + besides
+        needed = self.promised
         if self._memory is not None and needed > self._memory:
+            besides = sum(part.besides for part in self._parts)
             each = ", ".join(f"{model} {num_bytes}" for model, num_bytes in sorted(self.parts.items()))
             raise StartupError(
                 [
@@ -158,11 +166,14 @@ class KVPool:
 
 
 def _deal(num_bytes: int, weights: Mapping[str, float], needs: Mapping[str, MemoryNeeds]) -> dict[str, int]:
-    """Parts by the weights, or by what the models need where none are given; rounded down."""
+    """Parts by the weights, or by what the models need where none are given; their sum is the whole budget."""
+    shares: dict[str, float] = {model: need.whole for model, need in needs.items()}
     if weights:
-        # Exactly: the sum must not come out above the whole.
-        weighed = {model: Fraction(weight) for model, weight in {**dict.fromkeys(needs, 1.0), **weights}.items()}
-        whole = sum(weighed.values())
-        return {model: int(num_bytes * weight / whole) for model, weight in weighed.items()}
-    needed = sum(need.whole for need in needs.values())
-    return {model: num_bytes * need.whole // needed for model, need in needs.items()}
+        shares = {**dict.fromkeys(needs, 1.0), **weights}
+    # Exactly: the sum must not come out above the whole.
+    total, before, parts = sum(map(Fraction, shares.values())), Fraction(), {}
+    for model, share in shares.items():
+        after = before + Fraction(share)
+        parts[model] = int(num_bytes * after / total) - int(num_bytes * before / total)
+        before = after
+    return parts

@@ -162,13 +162,14 @@ class Library:
         began = time.monotonic()
         needs = await _in_time(name, lambda: self._read_needs(name))
         former = self._models.entries.get(name)
+        promised = self._pool.promised
         with _unfit_without_paths(self._config.models, name):
             part = self._pool.take(name, needs)
         # Its K/V and those of the engine that it replaces share one part.
-        more_kv_bytes = max(0, part.kv_bytes - (former.part.kv_bytes if former and former.part else 0))
+        more_bytes = self._pool.promised - promised
         try:
             async with _stall() as stall:
-                model = await _in_time(name, lambda: self._read_model(name, needs, part.kv_bytes, more_kv_bytes))
+                model = await _in_time(name, lambda: self._read_model(name, needs, part, more_bytes, promised))
                 making = time.monotonic()
                 engine, parity, steps = await self._where_engines_are_made(lambda: self._prepare(model, part.kv_bytes))
                 made = time.monotonic()
@@ -222,18 +223,21 @@ class Library:
                 raise UnknownModel(name, served)
             return needs_of(manifest_of(self._config.models / name, self._config.device), self._config)
 
-    def _read_model(self, name: str, needs: MemoryNeeds, kv_memory: int, more_kv_bytes: int) -> ServedModel:
-        """All of a model but its engine, where there is memory for that. On a thread of its own."""
+    def _read_model(self, name: str, needs: MemoryNeeds, part: Part, more_bytes: int, promised: int) -> ServedModel:
+        """All of a model but its engine, where there is memory for that. On a thread of its own.
+
+        `more_bytes` are those that the model takes beyond the bytes that others were `promised`.
+        """
         with _unfit_without_paths(self._config.models, name):
             manifest = manifest_of(self._config.models / name, self._config.device)
-            check_room(manifest, self._config, more_kv_bytes)
+            check_room(manifest, self._config, more_bytes, promised)
             folder = artifact_folder(self._config.models / name, self._config.device)
             is_large = sum(path.stat().st_size for path in folder.iterdir()) >= MIN_BYTES
             # A device has no room for a model twice, nor for the K/V of another try.
             if is_large and self._config.device is not Device.CUDA:
-                self._load_check.run(self._config, name, kv_memory)
+                self._load_check.run(self._config, name, part.kv_bytes)
                 # That may have taken minutes, in which requests took memory.
-                check_room(manifest, self._config, more_kv_bytes)
+                check_room(manifest, self._config, more_bytes, promised)
             model = load_model(self._config.models / name, self._config.device)
         if needs_of(model.manifest, self._config) != needs:
             raise ModelUnfit(name, ["its manifest has changed while it was loaded"])

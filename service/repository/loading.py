@@ -45,7 +45,7 @@ from service.errors import StartupError
 from service.forecasting.admission import PATIENCE_SECONDS
 from service.repository.devices import artifact_folder, choose_device, model_folders
 from service.repository.kv_pool import KVPool
-from service.repository.memory_plan import MemoryPlan, in_units, plan_memory
+from service.repository.memory_plan import PROCESS_BYTES, MemoryPlan, in_units, model_memory, plan_memory
 from service.repository.models import ServedModel
 
 _LOGGER = logging.getLogger(__name__)
@@ -85,29 +85,47 @@ def model_names(folder: Path) -> tuple[str, ...]:
 
 
 def needs_of(manifest: Manifest, config: ServeConfig) -> MemoryNeeds:
-    """The memory that serving an artifact takes."""
-    return memory_needs(manifest, config.max_batch_size, config.chunk_tokens)
+    """The memory that serving an artifact takes; on a CPU as the memory plan counts it."""
+    needs = memory_needs(manifest, config.max_batch_size, config.chunk_tokens)
+    if manifest.device is BuiltFor.CUDA:
+        return needs
+    memory = model_memory(manifest, config.max_batch_size, config.chunk_tokens)
+    return dataclasses.replace(needs, besides=memory.besides)
 
 
-def check_room(manifest: Manifest, config: ServeConfig, kv_bytes: int) -> None:
+def check_room(manifest: Manifest, config: ServeConfig, num_bytes: int, promised: int) -> None:
     """Refuses to load a model beside others if memory is too short, before any of it is taken.
 
     Weights count twice: until the engine is proven, a copy of their file lies beside them, which the kernel cannot drop
     as it drops cached files. The memory of a CUDA device was checked when the model took its part.
 
-    `kv_bytes` are those of the model's K/V beyond the part of the engine that it replaces.
+    Args:
+        manifest: the model's.
+        config: the server's.
+        num_bytes: that it takes when its K/V are full, without K/V that it shares with the engine that it replaces.
+        promised: that all engines which are there take when their K/V are full; most may be untouched as yet.
 
     Raises:
         StartupError: with the bytes that it needs and the bytes that are left.
     """
-    limit = memory_limit()
+    limit = _limit(config)
     if limit is None or manifest.device is BuiltFor.CUDA:
         return
-    weights = sum(graph_weight_bytes(manifest, graph) for graph in (DECODER, ENCODER) if graph in manifest.graphs)
-    needed = 2 * weights + kv_bytes + needs_of(manifest, config).besides
-    left = max(0, limit - resident_bytes())
+    copied = sum(graph_weight_bytes(manifest, graph) for graph in (DECODER, ENCODER) if graph in manifest.graphs)
+    needed = copied + num_bytes
+    left = max(0, limit - max(resident_bytes(), PROCESS_BYTES + promised))
     if needed > left:
-        raise StartupError([f"loading it needs up to {needed} bytes of memory, of {limit} there are {left} left"])
+        raise StartupError(
+            [
+                f"loading it needs up to {needed} bytes of memory, of {limit} there are {left} left beside what is "
+                "served and its K/V; a smaller --kv-memory leaves more"
+            ]
+        )
+
+
+def _limit(config: ServeConfig) -> int | None:
+    """Bytes that this process can ever have."""
+    return memory_limit() if config.memory is None else config.memory
 
 
 def share_memory(models: Iterable[ServedModel], config: ServeConfig) -> KVPool:
@@ -124,7 +142,10 @@ def share_memory(models: Iterable[ServedModel], config: ServeConfig) -> KVPool:
     if not any(model.manifest.device is BuiltFor.CUDA for model in models):
         plan = _plan_on_cpu(models, config)
         num_bytes = plan.kv_bytes if plan.is_cut else config.kv_memory
-        return KVPool(num_bytes, shares, memory_limit(), needs)
+        limit = _limit(config)
+        return KVPool(num_bytes, shares, None if limit is None else max(0, limit - PROCESS_BYTES), needs)
+    if config.memory is not None:
+        raise StartupError(["--memory is for models on a CPU; on a GPU --kv-memory sets the bytes of K/V"])
     free_bytes = cuda_free_bytes()
     besides = sum(need.besides for need in needs.values())
     room = free_bytes - besides
@@ -140,8 +161,8 @@ def share_memory(models: Iterable[ServedModel], config: ServeConfig) -> KVPool:
 def _plan_on_cpu(models: Iterable[ServedModel], config: ServeConfig) -> MemoryPlan:
     """The memory plan, logged. What the operator sets is refused only where memory can never hold it."""
     manifests = {model.name: model.manifest for model in models}
-    available = available_memory()
-    memory = available if config.kv_memory is None else memory_limit()
+    available = available_memory() if config.memory is None else config.memory
+    memory = available if config.kv_memory is None else _limit(config)
     plan = plan_memory(manifests, config.max_batch_size, config.chunk_tokens, memory, config.kv_memory)
     if not manifests:
         return plan

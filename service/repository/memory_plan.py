@@ -36,7 +36,6 @@ from service.engine.kv.budget import (
     MAX_PREFAULT_BYTES,
     PREFAULT_SHARE,
     graph_weight_bytes,
-    is_prefaulted,
     logits_bytes,
     memory_needs,
 )
@@ -64,7 +63,7 @@ class ModelMemory:
         weights: of its graphs.
         texts: tokenizers and golden cases.
         logits: of all rows and a step's prompt tokens.
-        steps: activations of a step.
+        steps: activations of a step, and K/V of its prompts in passing.
         whole_kv: K/V with all rows at full length.
         least_kv: K/V of one row at full length, with less of which it is not served.
         is_prefaulted: whether memory is pre-faulted beside its K/V.
@@ -198,14 +197,15 @@ def model_memory(manifest: Manifest, max_batch_size: int, chunk_tokens: int) -> 
         vocabulary += config.source_vocab_size
     # The decoder of an encoder-decoder computes no chunks.
     num_chunked = 0 if config.is_encoder_decoder else chunk_tokens
+    logits = logits_bytes(manifest, max_batch_size + num_chunked)
     return ModelMemory(
         weights=sum(graph_weight_bytes(manifest, name) for name in (DECODER, ENCODER) if name in manifest.graphs),
         texts=vocabulary * _TOKEN_BYTES + (manifest.files[GOLDEN].num_bytes if GOLDEN in manifest.files else 0),
-        logits=logits_bytes(manifest, max_batch_size + num_chunked),
-        steps=_step_bytes(config, max_batch_size, num_chunked),
+        logits=logits,
+        steps=_step_bytes(config, max_batch_size, num_chunked) + needs.besides - logits,
         whole_kv=needs.whole,
         least_kv=needs.least,
-        is_prefaulted=is_prefaulted(manifest),
+        is_prefaulted=needs.is_prefaulted,
         context=config.context + (config.source_context if config.is_encoder_decoder else 0),
     )
 

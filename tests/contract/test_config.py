@@ -66,6 +66,7 @@ GIVEN: dict[str, tuple[str, object]] = {
     "prefill_provider": ("CPU", PrefillProvider.CPU),
     "kernels": ("Standard", Kernels.STANDARD),
     "look_up": ("8", 8),
+    "memory": ("4GiB", 4 << 30),
     "kv_memory": ("2GiB", 2 << 30),
     "kv_shares": ("stdlib=3,dates=0.5", (("stdlib", 3.0), ("dates", 0.5))),
     "time_shares": ("a=b=2", (("a=b", 2.0),)),

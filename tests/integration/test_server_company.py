@@ -25,6 +25,7 @@ from service.engine.engine import LastRun
 from service.errors import StartupError
 from service.repository import loading
 from service.repository.loading import build_engines, load_models, share_memory
+from service.repository.memory_plan import PROCESS_BYTES
 from tests.artifacts import tiny_artifact
 from tests.fakes import FakeRunner
 from tests.servers import (
@@ -240,9 +241,10 @@ async def test_models_that_do_not_fit_into_memory_together_are_refused_at_the_st
     models = [served_model("a"), served_model("b", encoder_decoder=True)]
     config = ServeConfig(models=tmp_path, max_batch_size=4)
     needs = [loading.needs_of(model.manifest, config) for model in models]
-    whole = sum(need.whole + need.besides for need in needs)
-    monkeypatch.setattr(loading, "memory_limit", lambda: whole)
+    whole = sum(need.whole + need.besides + need.prefaulted(need.whole) for need in needs)
+    monkeypatch.setattr(loading, "available_memory", lambda: None)
+    monkeypatch.setattr(loading, "memory_limit", lambda: PROCESS_BYTES + whole)
     assert share_memory(models, config).parts == {"a": needs[0].whole, "b": needs[1].whole}
-    monkeypatch.setattr(loading, "memory_limit", lambda: whole - 1)
+    monkeypatch.setattr(loading, "memory_limit", lambda: PROCESS_BYTES + whole - 1)
     with pytest.raises(StartupError, match=f"all models need {whole} bytes, there are {whole - 1}"):
         share_memory(models, config)

@@ -33,6 +33,7 @@ from service.engine.types import Device
 from service.process import garbage
 from service.repository import library, load_check, loading, startup
 from service.repository.loading import build_engines, load_models, needs_of
+from service.repository.memory_plan import PROCESS_BYTES
 from service.repository.models import ModelState
 from tests.artifacts import tiny_artifact
 from tests.fakes import FakeRunner, Gate
@@ -229,28 +230,35 @@ async def test_an_unfit_model_is_refused_by_what_is_wrong_and_harms_nobody(tmp_p
         assert await shelved.tokens("a") == before
 
 
+@pytest.mark.parametrize("resident", [10 << 30, 0], ids=["resident", "promised"])
 async def test_a_model_whose_weights_have_no_room_twice_is_refused_before_it_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resident: int
 ) -> None:
+    """Beside what is resident, or what the K/V of those served may still come to."""
     monkeypatch.setattr(library, "MIN_BYTES", 0)
-    resident, left, tried = 10 << 30, 0, []
+    limit, tried = 0, []
     monkeypatch.setattr(load_check.LoadCheck, "run", lambda *given: tried.append(given[2]))
     async with shelf(tmp_path) as shelved:
         shelved.put("b", NEW())
         files = [*NEW().glob("decoder.onnx*")]
         assert len(files) == 2
-        needs = needs_of(read_manifest(NEW()), shelved.config)
-        load = 2 * sum(file.stat().st_size for file in files) + needs.besides + needs.whole
+        served, needs = (needs_of(read_manifest(folder), shelved.config) for folder in (OLD(), NEW()))
+        a, b = (each.besides + each.prefaulted(each.whole) + each.whole for each in (served, needs))
+        copied = sum(file.stat().st_size for file in files)
         monkeypatch.setattr(loading, "resident_bytes", lambda: resident)
-        monkeypatch.setattr(loading, "memory_limit", lambda: resident + left)
+        monkeypatch.setattr(loading, "memory_limit", lambda: limit)
         # A reload has the part of its K/V already.
-        for change, needed in ((shelved.load, load), (shelved.reload, load - needs.whole)):
-            left = needed - 1
+        for change, promised, needed in (
+            (shelved.load, a, copied + b),
+            (shelved.reload, a + b, copied + b - needs.whole),
+        ):
+            taken = max(resident, PROCESS_BYTES + promised)
+            limit = taken + needed - 1
             error = await status_of(change("b"))
             assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
-            assert f"needs up to {needed} bytes of memory, of {resident + left} there are {left} left" in str(error)
+            assert f"needs up to {needed} bytes of memory, of {limit} there are {needed - 1} left" in str(error)
             assert tried == []
-            left = needed
+            limit += 1
             await change("b")
             assert tried == ["b"]
             tried.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -27,7 +28,8 @@ from export.verify import Verdict
 from model import checkpoint
 from model.__main__ import main
 from model.checkpoint import CheckpointError
-from model.hf.folder import ImportRefused
+from model.hf import pickled
+from model.hf.folder import PICKLED, WEIGHTS, ImportRefused
 from model.hf.importer import FAMILIES, plan, write
 from model.nn.transformer import build, num_parameters
 from model.spec.artifact import Device, KVFormat, KVPrecision, Precision
@@ -293,6 +295,72 @@ def test_generation_rules_survive_the_checkpoint_and_are_checked(tmp_path: Path)
         checkpoint.load(tmp_path / "ours")
     assert any("forced_first_id is -1" in problem for problem in caught.value.problems)
     assert any("generation.json is not the file" in problem for problem in caught.value.problems)
+
+
+@pytest.mark.parametrize("is_archive", [True, False], ids=["archive", "before-1.6"])
+def test_pickled_tensors_are_read_as_those_of_safetensors(tmp_path: Path, *, is_archive: bool) -> None:
+    folder = write_folder(tmp_path / "folder")
+    write(plan(folder), tmp_path / "safe")
+    pickle_weights(folder, load_file(folder / WEIGHTS), is_archive=is_archive)
+    write(plan(folder), tmp_path / "ours")
+    safe, ours = (load_file(tmp_path / name / WEIGHTS) for name in ("safe", "ours"))
+    assert safe.keys() == ours.keys()
+    assert all(torch.equal(tensor, ours[name]) for name, tensor in safe.items())
+
+
+class Trap:
+    """What unpickling would run."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (Path(__file__).with_name("it-was-unpickled"),))
+
+
+@pytest.mark.parametrize("is_archive", [True, False], ids=["archive", "before-1.6"])
+@pytest.mark.parametrize(
+    ("weights", "said"),
+    [
+        ({"model.norm.weight": Trap()}, "cannot be read as tensors alone: .*Unsupported global"),
+        ([torch.zeros(3)], "holds something else than tensors by name"),
+        ({"model.norm.weight": torch.zeros(1).expand(1 << 40)}, r"model\.norm\.weight is \[1099511627776\]"),
+        ({"model.norm.weight": torch.zeros(24, dtype=torch.float64)}, r"model\.norm\.weight is float64"),
+    ],
+    ids=["program", "list", "huge", "double"],
+)
+def test_a_pickle_that_holds_anything_but_the_models_tensors_is_refused(
+    tmp_path: Path, weights: Any, said: str, *, is_archive: bool
+) -> None:
+    folder = write_folder(tmp_path / "folder")
+    pickle_weights(folder, weights, is_archive=is_archive)
+    with pytest.raises(ImportRefused, match=said):
+        plan(folder)
+    assert not Path(__file__).with_name("it-was-unpickled").exists()
+
+
+def test_a_pickle_that_grows_when_it_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_folder(tmp_path / "folder")
+    pickle_weights(folder, load_file(folder / WEIGHTS))
+    path = folder / PICKLED
+    monkeypatch.setattr(pickled, "_MAX_PICKLE_BYTES", 1000)
+    with pytest.raises(ImportRefused, match=r"data\.pkl' has \d+ bytes, must have at most 1000"):
+        plan(folder)
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+    with pytest.raises(ImportRefused, match="is compressed"):
+        plan(folder)
+    monkeypatch.setattr(pickled, "_MAX_WHOLE_BYTES", 1000)
+    pickle_weights(folder, {}, is_archive=False)
+    path.write_bytes(path.read_bytes() + bytes(1000))
+    with pytest.raises(ImportRefused, match="is no archive and has"):
+        plan(folder)
+
+
+def pickle_weights(folder: Path, weights: Any, *, is_archive: bool = True) -> None:
+    """Saves weights as PyTorch does, in the place of safetensors."""
+    (folder / WEIGHTS).unlink(missing_ok=True)
+    torch.save(weights, folder / PICKLED, _use_new_zipfile_serialization=is_archive)
 
 
 def test_plan_needs_no_torch(tmp_path: Path) -> None:

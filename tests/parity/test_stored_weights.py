@@ -15,13 +15,23 @@ import pytest
 import torch
 from onnx import helper, numpy_helper
 
+from export.exporter import export
 from export.graphs import OPSET
 from export.quantize import quantize
 from export.stored_weights import StoredWeightsError, compare
+from model import checkpoint
 from model.nn.transformer import Transformer
-from model.spec.artifact import Device, KVPrecision, Precision, read_manifest
+from model.spec.artifact import CPU_PRECISIONS, TOKENIZER, Device, KVPrecision, Precision, read_manifest
 from model.spec.config import Architecture
-from tests.artifacts import ADDITIVE, LEARNED, paged_artifact, random_model, tiny_artifact, tiny_config
+from tests.artifacts import (
+    ADDITIVE,
+    LEARNED,
+    paged_artifact,
+    random_model,
+    tiny_artifact,
+    tiny_config,
+    tiny_tokenizer,
+)
 
 DECODER_ONLY, ENCODER_DECODER = Architecture.DECODER_ONLY, Architecture.ENCODER_DECODER
 NARROW = {"d_model": 48, "num_heads": 3, "d_ff": 80}
@@ -159,6 +169,20 @@ def test_a_weight_that_is_missing_or_read_with_anothers_scales_is_named(
     onnx.save(graph, path)
     with pytest.raises(StoredWeightsError, match=r"anothers_norm\.weight: the checkpoint has no weight of this name"):
         compare(tmp_path, files, model, Precision.INT8)
+
+
+@pytest.mark.parametrize("precision", CPU_PRECISIONS)
+def test_a_bias_of_zeros_is_in_no_graph_and_need_not_be(precision: Precision, tmp_path: Path) -> None:
+    """As published translation models have: the exporter leaves a sum with zeros out."""
+    config = tiny_config(ENCODER_DECODER, logits_bias=True)
+    model = random_model(config)
+    assert model.logits_bias is not None
+    model.logits_bias.data.zero_()
+    tokenizer = tiny_tokenizer(config.vocab_size, ends_with_eos=True)
+    checkpoint.save(tmp_path / "zero", model, config, {TOKENIZER: tokenizer.to_str()}, {})
+    export(checkpoint.load(tmp_path / "zero"), tmp_path / "out", Device.CPU, precision, lambda _: None)
+    model.logits_bias.data[3] = 1e-3
+    assert problems_of(tmp_path / "out", files_of(tmp_path / "out"), model, precision) == "logits_bias is in no graph"
 
 
 @pytest.mark.parametrize("precision", [Precision.INT8, Precision.INT4])

@@ -36,13 +36,18 @@ class MemoryNeeds:
     """Bytes that a model needs.
 
     `whole` is its K/V with all rows at full length, `least` with one row: with less, some requests could never run.
-    `besides` is needed beyond K/V: logits, K/V of prompts in a group prefill, pre-faulted memory; on a device also
-    weights and activations.
+    `besides` is needed beyond K/V: logits, K/V of prompts in a group prefill; on a device also weights and activations.
+    With `is_prefaulted`, pre-faulted memory comes on top, in proportion to the K/V that the model gets.
     """
 
     whole: int
     least: int
     besides: int
+    is_prefaulted: bool = False
+
+    def prefaulted(self, kv_bytes: int) -> int:
+        """Pre-faulted memory beside so many bytes of K/V."""
+        return min(MAX_PREFAULT_BYTES, min(kv_bytes, self.whole) // PREFAULT_SHARE) if self.is_prefaulted else 0
 
 
 def memory_needs(manifest: Manifest, num_slots: int, max_prefill_tokens: int) -> MemoryNeeds:
@@ -54,8 +59,12 @@ def memory_needs(manifest: Manifest, num_slots: int, max_prefill_tokens: int) ->
     else:
         num_chunked = 0 if manifest.config.is_encoder_decoder else max_prefill_tokens
         besides = logits_bytes(manifest, num_slots + num_chunked) + num_chunked * budget.token_bytes
-        besides += prefault_bytes(manifest, budget, num_slots)
-    return MemoryNeeds(whole=budget.num_bytes, least=_full_row_bytes(manifest, budget), besides=besides)
+    return MemoryNeeds(
+        whole=budget.num_bytes,
+        least=_full_row_bytes(manifest, budget),
+        besides=besides,
+        is_prefaulted=is_prefaulted(manifest),
+    )
 
 
 def prefault_bytes(manifest: Manifest, budget: KVBudget, num_slots: int) -> int:

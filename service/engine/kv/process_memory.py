@@ -49,7 +49,9 @@ def _group_bytes(root: Path) -> list[int]:
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, group = line.split(":", 2)
         if not controllers:
-            limits += _limits(root / "sys/fs/cgroup", group, "memory.max")
+            # Above memory.high the kernel throttles the process instead of ending it.
+            for file in ("memory.max", "memory.high"):
+                limits += _limits(root / "sys/fs/cgroup", group, file)
         elif "memory" in controllers.split(","):
             limits += _limits(root / "sys/fs/cgroup/memory", group, "memory.limit_in_bytes")
     return limits

@@ -106,7 +106,7 @@ def _link_outside(folder: Path) -> None:
 
 def _pickled(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
-    (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"lm_head.weight": 1}))
+    (folder / "model.pt").write_bytes(pickle.dumps({"lm_head.weight": 1}))
 
 
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
@@ -170,7 +170,7 @@ FILE_PROBLEMS: list[tuple[Break, str]] = [
     (lambda folder: (folder / "config.json").unlink(), "config.json is missing"),
     (lambda folder: (folder / "config.json").write_text("{"), "config.json: "),
     (lambda folder: (folder / "model.safetensors").unlink(), "neither model.safetensors nor"),
-    (_pickled, "weights are in ['pytorch_model.bin']: pickled files can run programs"),
+    (_pickled, "weights are in ['model.pt']: pickled files can run programs"),
     (lambda folder: (folder / "model.safetensors").write_bytes(b"\xff" * 64), "model.safetensors: "),
     (lambda folder: os.truncate(folder / "model.safetensors", 2000), "model.safetensors: Error"),
     (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json is missing"),

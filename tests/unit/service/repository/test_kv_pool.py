@@ -60,6 +60,13 @@ def test_by_default_models_can_run_the_same_share_of_their_rows() -> None:
     assert KVPool(500, {}, None, {"a": needs(300), "b": needs(100)}).parts == {"a": 375, "b": 125}
 
 
+@pytest.mark.parametrize("num_bytes", [1_000, 1_001, 1_002])
+@pytest.mark.parametrize("weights", [{}, {"a": 0.1, "later": 0.7}])
+def test_a_budget_is_dealt_out_to_the_last_byte(num_bytes: int, weights: dict[str, float]) -> None:
+    pool = KVPool(num_bytes, weights, None, {name: needs(500) for name in "abc"})
+    assert sum(pool.parts.values()) + sum(pool.kept.values()) == num_bytes
+
+
 def test_weights_deal_the_budget_out_and_whoever_is_not_named_counts_one() -> None:
     pool = KVPool(1_000, {"a": 3.0, "b": 1.0}, None, {"a": needs(1), "b": needs(10**6), "c": needs(7)})
     assert pool.parts == {"a": 600, "b": 200, "c": 200}

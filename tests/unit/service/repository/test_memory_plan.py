@@ -100,6 +100,27 @@ def test_the_server_takes_what_the_plan_says(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr(loading, "memory_limit", lambda: 500 << 20)
     with pytest.raises(StartupError, match="too little for 256 MiB of K/V"):
         share_memory([model], given)
+    # What the operator says takes the place of both.
+    for kv_memory in (None, plan.kv_bytes):
+        told = dataclasses.replace(config, memory=GIB, kv_memory=kv_memory)
+        assert share_memory([model], told).parts == {"m": plan.kv_bytes}
+    with pytest.raises(StartupError, match="400 MiB of memory are too little"):
+        share_memory([model], dataclasses.replace(config, memory=400 << 20))
+
+
+def test_kv_for_less_than_a_row_are_refused_by_plan_and_server_alike(tmp_path: Path) -> None:
+    artifact = tiny_artifact("decoder-only", Precision.INT8)
+    model = dataclasses.replace(served_model(artifact.name), manifest=read_manifest(artifact))
+    least = plan_memory({"m": model.manifest}, ROWS, CHUNK, None).least_kv
+    config = ServeConfig(models=tmp_path, max_batch_size=ROWS, kv_memory=least - 1)
+    shared = {"folder": str(artifact), "max_batch_size": ROWS}
+    for refuse in (
+        lambda: share_memory([model], config),
+        lambda: plan(PlanConfig(**shared, kv_memory=least - 1), io.StringIO()),
+    ):
+        with pytest.raises(StartupError, match=rf"gets {least - 1} of {least - 1} bytes, must get at least {least}"):
+            refuse()
+    assert plan(PlanConfig(**shared, kv_memory=least), io.StringIO()) == 0
 
 
 @pytest.mark.parametrize("family", ["decoder-only", "encoder-decoder"])

@@ -31,6 +31,7 @@ def system(root: Path, files: Mapping[str, str]) -> Path:
         (MACHINE | GROUP | {"sys/fs/cgroup/a/b/memory.max": "max\n"}, 2048 * 1024),
         (MACHINE | GROUP | {"sys/fs/cgroup/a/b/memory.max": "7000\n"}, 7000),
         (GROUP | {"sys/fs/cgroup/a/b/memory.max": "9000\n", "sys/fs/cgroup/a/memory.max": "8000\n"}, 8000),
+        (GROUP | {"sys/fs/cgroup/a/b/memory.max": "9000\n", "sys/fs/cgroup/a/memory.high": "3000\n"}, 3000),
         (MACHINE | {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": "6000\n"}, 6000),
         (MACHINE | GROUP | {"sys/fs/cgroup/a/b/memory.max": "9999999999\n"}, 2048 * 1024),
         (MACHINE | OLD | {"sys/fs/cgroup/memory/a/memory.limit_in_bytes": "5000\n"}, 5000),
