@@ -360,7 +360,8 @@ def _draw_heat_map(axes: Axes, seconds: np.ndarray, cumulative: Mapping[float, n
     first, last = filled[0], filled[-1] + 1
     edges = [bounds[first] / 1.5, *bounds[first:last]]
     width = np.median(np.diff(seconds)) if len(seconds) > 1 else 1.0
-    axes.pcolormesh(np.append(seconds, seconds[-1] + width), edges, np.sqrt(rates[first:last]), cmap="Oranges", vmin=0)
+    times, shown = np.append(seconds, seconds[-1] + width), np.sqrt(rates[first:last])
+    axes.pcolormesh(times, edges, shown, cmap="Oranges", vmin=0, rasterized=True)
     axes.set_yscale("log")
 
 
