@@ -42,6 +42,8 @@ DASHBOARD = Path(__file__).resolve().parents[2] / "deploy" / "grafana" / "dashbo
 
 _COLUMNS = 4
 _MOST_POINTS = 160
+# More would hide the lines.
+_MOST_NAMES = 11
 # Okabe and Ito's colors.
 _COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#000000")
 _LABEL = re.compile(r"\{\{(\w+)\}\}")
@@ -340,11 +342,11 @@ def _draw_panel(axes: Axes, answered: Answered, start: float) -> None:
     if panel.is_logarithmic:
         axes.set_yscale("log")
     else:
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(bottom=min(0, np.nanmin(heights) / scale))
     if panel.unit == "percentunit":
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.3g} %"))
     axes.spines[["top", "right"]].set_visible(False)
-    if any(names):
+    if any(names) and names != [panel.title] and len(names) <= _MOST_NAMES:
         axes.legend(fontsize=5.5, frameon=False, loc="best", ncols=1 + (len(names) > 4), handlelength=1.0)
 
 
@@ -358,7 +360,8 @@ def _draw_heat_map(axes: Axes, seconds: np.ndarray, cumulative: Mapping[float, n
     first, last = filled[0], filled[-1] + 1
     edges = [bounds[first] / 1.5, *bounds[first:last]]
     width = np.median(np.diff(seconds)) if len(seconds) > 1 else 1.0
-    axes.pcolormesh(np.append(seconds, seconds[-1] + width), edges, np.sqrt(rates[first:last]), cmap="Oranges", vmin=0)
+    times, shown = np.append(seconds, seconds[-1] + width), np.sqrt(rates[first:last])
+    axes.pcolormesh(times, edges, shown, cmap="Oranges", vmin=0, rasterized=True)
     axes.set_yscale("log")
 
 

@@ -83,7 +83,9 @@ def _slo(what: str) -> str:
 
 
 def _burns(*windows: str) -> dict[str, str]:
-    return {f"{_SLO_LEGEND}, {window}": _slo(f"error_budget_burn:rate{window}") for window in windows}
+    return {
+        f"{{{{model_name}}}} {each} {{{{slo}}}} {{{{le}}}}": _slo(f"error_budget_burn:rate{each}") for each in windows
+    }
 
 
 _SLO_LEGEND = "{{model_name}} {{slo}} {{le}}"
