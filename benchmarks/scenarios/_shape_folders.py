@@ -118,9 +118,6 @@ def make_folder(name: str, folder: Path) -> None:
     torch.set_default_dtype(torch.bfloat16)
     config = getattr(transformers, shape.config_class)(**shape.fields, **ends)
     model = getattr(transformers, shape.model_class)(config)
-    if hasattr(model, "final_logits_bias"):
-        # A published model's is not zero, and a sum with zeros is not exported.
-        model.final_logits_bias.normal_(0.0, 0.02)
     _shrink_outputs(model)
     model.save_pretrained(folder)
     (folder / TOKENIZER).write_text(json.dumps(tokenizer(size)), encoding="utf-8")

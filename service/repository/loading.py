@@ -166,6 +166,8 @@ def _plan_on_cpu(models: Iterable[ServedModel], config: ServeConfig) -> MemoryPl
     plan = plan_memory(manifests, config.max_batch_size, config.chunk_tokens, memory, config.kv_memory)
     if not manifests:
         return plan
+    if config.memory is not None and (limit := memory_limit()) is not None and config.memory > limit:
+        _LOGGER.warning("--memory is %s, more than the %s that there are", in_units(config.memory), in_units(limit))
     # A large model's weights are most of it, so that this line says why K/V are what they are.
     _LOGGER.info(
         "memory: %s once K/V are full, of %s available: K/V %s, pre-faulted %s; %s",

@@ -98,7 +98,7 @@ def engine(folder: Path, num_slots: int) -> dict[str, int]:
     needs = memory_needs(manifest, num_slots, max_prefill)
     return {
         "K/V that run, are saved or cached": needs.whole,
-        "logits, K/V in passing, memory for copies": needs.besides,
+        "logits, K/V in passing, memory for copies": needs.besides + needs.prefaulted(needs.whole),
         "a row that is being saved": needs.least,
         "steps": step_bytes(manifest, num_slots, max_prefill) - _WORKSPACE_BYTES,
         "flight recorder": _RECORDER_BYTES,

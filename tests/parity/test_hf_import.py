@@ -321,10 +321,11 @@ class Trap:
     [
         ({"model.norm.weight": Trap()}, "cannot be read as tensors alone: .*Unsupported global"),
         ([torch.zeros(3)], "holds something else than tensors by name"),
+        ({"model.norm.weight": torch.ones(24).to_sparse()}, "holds something else than tensors by name"),
         ({"model.norm.weight": torch.zeros(1).expand(1 << 40)}, r"model\.norm\.weight is \[1099511627776\]"),
         ({"model.norm.weight": torch.zeros(24, dtype=torch.float64)}, r"model\.norm\.weight is float64"),
     ],
-    ids=["program", "list", "huge", "double"],
+    ids=["program", "list", "sparse", "huge", "double"],
 )
 def test_a_pickle_that_holds_anything_but_the_models_tensors_is_refused(
     tmp_path: Path, weights: Any, said: str, *, is_archive: bool

@@ -191,6 +191,8 @@ def test_models_on_a_device_share_what_it_has_left_beside_weights_and_steps(
     assert dict(pool.parts) == {"a": needs.whole // 2, "b": needs.whole // 2}
     asked = dataclasses.replace(config, kv_memory=2 * needs.least)
     assert dict(loading.share_memory(models, asked).parts) == {"a": needs.least, "b": needs.least}
+    with pytest.raises(StartupError, match="--memory is for models on a CPU"):
+        loading.share_memory(models, dataclasses.replace(config, memory=plenty))
     asked = dataclasses.replace(config, kv_memory=2 * needs.whole)
     with pytest.raises(StartupError, match=f"all models need {plenty} bytes, there are {less}"):
         loading.share_memory(models, asked)

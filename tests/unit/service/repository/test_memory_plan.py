@@ -89,7 +89,8 @@ def test_the_server_takes_what_the_plan_says(monkeypatch: pytest.MonkeyPatch, tm
     config = ServeConfig(models=tmp_path, max_batch_size=ROWS, prefill_chunk=CHUNK)
     monkeypatch.setattr(loading, "available_memory", lambda: GIB)
     plan = planned(GIB)
-    assert share_memory([model], config).parts == {"m": plan.kv_bytes}
+    pool = share_memory([model], config)
+    assert (pool.parts, PROCESS_BYTES + pool.promised) == ({"m": plan.kv_bytes}, plan.peak)
     assert 0 < plan.kv_bytes < plan.whole_kv
     monkeypatch.setattr(loading, "available_memory", lambda: 64 * GIB)
     assert share_memory([model], config).parts == {"m": plan.whole_kv}
