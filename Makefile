@@ -22,7 +22,7 @@ $(STAMP):
 	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed, $(VENV) has $$($(BIN)/python --version)"; exit 1; }
 	@echo "installing into $(VENV) (a few minutes the first time)"
 	$(BIN)/python $(PIP_INSTALL) torch==2.13.0 numpy
-	$(BIN)/python $(PIP_INSTALL) --editable onward --editable '.[cpu,otel,train,dev]'
+	$(BIN)/python $(PIP_INSTALL) --editable onward --editable '.[cpu,http,otel,train,dev]'
 	@rm -f $(VENV)/.installed-* && touch $@
 
 # No stamp: the library's own name says what it was built of, and asking takes a moment.
