@@ -142,11 +142,14 @@ class Connection(HttpToolsProtocol):
             self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, limit)
 
     def send_400_response(self, msg: str) -> None:
-        """Refuses what is not HTTP. In the middle of an answer the connection just ends."""
-        if self.cycle is not None and not self.cycle.response_complete:
+        """Refuses what is not HTTP. Behind a request that is being answered it is ignored, in its body the last."""
+        if self.cycle is None or self.cycle.response_complete:
+            if not self.transport.is_closing():
+                self._refuse(HTTPStatus.BAD_REQUEST, msg)
+        elif self._reads_body:
             self.transport.abort()
-        elif not self.transport.is_closing():
-            self._refuse(HTTPStatus.BAD_REQUEST, msg)
+        else:
+            self._ignores, self.cycle.keep_alive = True, False
 
     def _refuse(self, status: HTTPStatus, message: str) -> None:
         error = {"message": message, "type": "invalid_request_error", "param": None, "code": "malformed_request"}
