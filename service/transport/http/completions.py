@@ -23,6 +23,7 @@ from service.transport.http.calls import Request
 from service.transport.http.exchange import encode
 from service.transport.http.fields import renaming
 from service.transport.http.requests import Asked, decode_chat, decode_completion
+from service.transport.http.responses import ResponseAnswer, decode_response
 
 DONE = b"data: [DONE]\n\n"
 # Bytes of JSON for a token, and for each token with its log-probability: what an answer takes to be encoded.
@@ -31,7 +32,7 @@ _Result = TypeVar("_Result")
 
 
 class Completions:
-    """Answers chat and completions.
+    """Answers chat, completions and responses.
 
     Args:
         generator: runs them.
@@ -52,12 +53,21 @@ class Completions:
 
     async def chat(self, request: Request) -> bytes:
         """`/v1/chat/completions`."""
-        names = {"prompt.chat": "messages"}
+        names = {"prompt.chat": "messages", "response.logprobs": "top_logprobs"}
         return await self._run(request, decode_chat, ChatAnswer, "messages", names)
 
     async def complete(self, request: Request) -> bytes:
         """`/v1/completions`."""
         return await self._run(request, decode_completion, CompletionAnswer, "prompt", {})
+
+    async def respond(self, request: Request) -> bytes:
+        """`/v1/responses`."""
+        names = {
+            "stopping.max_tokens": "max_output_tokens",
+            "response.logprobs": "top_logprobs",
+            "prompt.chat": "input",
+        }
+        return await self._run(request, decode_response, ResponseAnswer, "input", names)
 
     async def _run(
         self,
@@ -70,8 +80,6 @@ class Completions:
         values = await self.parsed(request)
         if values.get("max_completion_tokens") is not None:
             names = {**names, "stopping.max_tokens": "max_completion_tokens"}
-        if kind is ChatAnswer:
-            names = {**names, "response.logprobs": "top_logprobs"}
         with renaming(prompt, names):
             asked, call = await self._decoded(values, decode, len(request.body))
             answer = kind(asked, self.output_tokenizer)
@@ -82,7 +90,7 @@ class Completions:
                         if isinstance(part, Accepted):
                             accept(request, answer, part)
                         for chunk in answer.chunks(part):
-                            await request.exchange.event(chunk)
+                            await request.exchange.event(chunk, chunk.get("type", ""))
                     return DONE
                 collected: list[Part] = []
                 async for part in parts:

@@ -43,6 +43,7 @@ def make_routes(
     return {
         "/v1/chat/completions": Route("POST", completions.chat, "Generate"),
         "/v1/completions": Route("POST", completions.complete, "Generate"),
+        "/v1/responses": Route("POST", completions.respond, "Generate"),
         "/v1/models": Route("GET", about.models, "ListModels"),
         "/v1/models/": Route("GET", about.model, "GetModel"),
         "/tokenize": Route("POST", words.tokenize, "Tokenize"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from onward.v1 import generation_pb2 as pb
@@ -40,13 +40,17 @@ _NOT_OF_MESSAGES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A request as gRPC takes it, and what its answer looks like. `num_top` is the number of alternatives per token."""
+    """A request as gRPC takes it, and what its answer looks like.
+
+    `num_top` is the number of alternatives per token; `echoed` are fields that a response repeats.
+    """
 
     request: pb.GenerateRequest
     is_streamed: bool = False
     includes_usage: bool = False
     returns_token_ids: bool = False
     num_top: int | None = None
+    echoed: Mapping[str, Any] = field(default_factory=dict)
 
 
 def decode_chat(values: Mapping[str, Any]) -> Asked:
