@@ -30,7 +30,7 @@ RUN /build/bin/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir /whe
  && /build/bin/pip --python /opt/onward/bin/python install --quiet --no-deps --no-index /wheels/*.whl \
  && find /opt/onward -type d -name tests -prune -exec rm -rf {} + \
  && /opt/onward/bin/python -I -m model.kernels \
- && /opt/onward/bin/python -I -c "import service.app, service.telemetry.otel" \
+ && /opt/onward/bin/python -I -c "import service.app, service.telemetry.otel, service.transport.http.server" \
  && /opt/onward/bin/python -m compileall -q -j 0 /opt/onward/lib
 
 FROM ${BASE_IMAGE}

@@ -24,7 +24,7 @@ $(STAMP):
 	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed, $(VENV) has $$($(BIN)/python --version)"; exit 1; }
 	@echo "installing into $(VENV) (a few minutes the first time)"
 	$(BIN)/python $(PIP_INSTALL) torch==2.13.0 numpy
-	$(BIN)/python $(PIP_INSTALL) --editable onward --editable '.[cpu,otel,train,load]'
+	$(BIN)/python $(PIP_INSTALL) --editable onward --editable '.[cpu,http,otel,train,load]'
 	@rm -f $(VENV)/.installed-* && touch $@
 
 $(DEV): $(STAMP)

@@ -90,8 +90,9 @@ def _serve(config: ServeConfig) -> int:
             for name, state in ready.states.items()
         )
         metrics = "" if at.metrics_port is None else f"; metrics on http://{at.host}:{at.metrics_port}/metrics"
+        http = "" if at.http_port is None else f"; HTTP on port {at.http_port}"
         set_aside()
-        print(f"onward: listening on {at.host}:{at.port}; {models}{metrics}", flush=True)
+        print(f"onward: listening on {at.host}:{at.port}{http}; {models}{metrics}", flush=True)
 
     logging.basicConfig(level=config.log_level.upper(), format=_LOG_FORMAT)
     return serve(config, announce)

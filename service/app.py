@@ -41,8 +41,10 @@ from service.telemetry.debug import from_loop
 from service.telemetry.exporting import open_tracer
 from service.telemetry.setup import make_metrics, metrics_server
 from service.telemetry.tracing import NoTracer, Tracer
+from service.transport.admission import OpenCalls
 from service.transport.generation import GenerationServicer
 from service.transport.health import EVERYTHING, LIST
+from service.transport.http.setup import make_http, require_http
 from service.transport.interceptors import CallInterceptor
 from service.transport.model_service import ModelServicer
 from service.transport.oip import InferenceServicer
@@ -72,11 +74,12 @@ _CLOSING_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where the server listens. `metrics_port` is None where metrics are off."""
+    """Where the server listens. `metrics_port` and `http_port` are None where they are off."""
 
     host: str
     port: int
     metrics_port: int | None
+    http_port: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +101,8 @@ def serve(config: ServeConfig, announce: Callable[[Ready], None]) -> int:
         _LOGGER.warning(
             "%s is reached from outside: without TLS and API keys only a trusted network should", config.host
         )
-    allow_descriptors(config.max_connections + _NUM_OTHER_DESCRIPTORS)
+    num_connections = config.max_connections * (1 if config.http_port is None else 2)
+    allow_descriptors(num_connections + _NUM_OTHER_DESCRIPTORS)
     return asyncio.run(run(App.load(config), announce))
 
 
@@ -187,15 +191,29 @@ class App:
             config.limits.max_explain_tokens,
             config.max_message_bytes,
         )
+        self._open_calls, access = OpenCalls(), make_access(config)
         self._calls = CallInterceptor(
             (*SERVICES, LIST),
             self._metrics.handled,
-            make_access(config),
+            access,
             max_message_bytes=config.max_message_bytes,
             max_stall_seconds=config.max_stall_seconds,
             tracer=self._tracer,
             check=request_limits(SERVICES, config.request_limits, self._models).check,
+            open_calls=self._open_calls,
         )
+        self._http = None
+        if config.http_port is not None:
+            self._http = make_http(
+                config,
+                self._generator,
+                self._models,
+                self._texts,
+                handled=self._metrics.http_handled,
+                access=access,
+                tracer=self._tracer,
+                open_calls=self._open_calls,
+            )
         self._credentials = make_credentials(config)
 
     @classmethod
@@ -214,6 +232,8 @@ class App:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         # Before the models, which take long to load: it may refuse to start.
         tracer = open_tracer(config.telemetry, config.otel_endpoint)
+        if config.http_port is not None:
+            require_http()
         started = start_up(config)
         return cls(
             started.config,
@@ -243,10 +263,11 @@ class App:
             port = await self._server.start(self._config.host, self._config.port)
             for name in self._models.names:
                 self._server.set_health(name, is_serving=False)
+            http_port = await self._open_http()
             self._models.watch(self._show_health)
             self._engine.start()
             try:
-                yield Endpoint(self._config.host, port, metrics_port)
+                yield Endpoint(self._config.host, port, metrics_port, http_port)
             finally:
                 await self._stop(hurry or asyncio.Event())
 
@@ -282,6 +303,11 @@ class App:
             for task in (ended, closed, stopped):
                 task.cancel()
 
+    async def _open_http(self) -> int | None:
+        if self._http is None or self._config.http_port is None:
+            return None
+        return await self._http.start(self._config.host, self._config.http_port)
+
     def _make_server(self) -> Server:
         """A gRPC server belongs to the event loop that runs when it is made, so it cannot be made any earlier."""
         config, generator, limits = self._config, self._generator, self._config.request_limits
@@ -308,13 +334,17 @@ class App:
         self._models.drain()
         self._engine.drain()
         self._server.withdraw()
+        if self._http is not None:
+            self._http.withdraw()
         await self._drain(hurry)
         # Before the gRPC server: an open stream ends with the status of a server that stops, and is not just cut off.
         await _within(_ENGINE_SECONDS, self._engine.stop, "the engine did not stop")
-        await _within(_CLOSING_SECONDS, self._calls.wait_idle, "calls did not end with the engine")
+        await _within(_CLOSING_SECONDS, self._open_calls.wait_idle, "calls did not end with the engine")
         await _within(2 * _CLOSING_SECONDS, partial(self._server.stop, _CLOSING_SECONDS), "gRPC did not stop")
+        if self._http is not None:
+            await _within(2 * _CLOSING_SECONDS, partial(self._http.stop, _CLOSING_SECONDS), "HTTP did not stop")
         # Cancelled handlers clean up after `stop` has returned.
-        await _within(_CLOSING_SECONDS, self._calls.wait_idle, "cancelled calls did not end")
+        await _within(_CLOSING_SECONDS, self._open_calls.wait_idle, "cancelled calls did not end")
         self._verifier.close()
         self._library.close()
         await self._tracer.close(_CLOSING_SECONDS)
@@ -324,7 +354,7 @@ class App:
 
     async def _drain(self, hurry: asyncio.Event) -> None:
         """Gives calls in flight the grace to end, and balancers the pause to notice; less if `hurry` is set."""
-        idle = asyncio.create_task(self._calls.wait_idle())
+        idle = asyncio.create_task(self._open_calls.wait_idle())
         hurried = asyncio.create_task(hurry.wait())
         pause = asyncio.create_task(asyncio.sleep(self._config.drain_pause_seconds))
         grace = self._config.drain_grace_seconds
@@ -333,7 +363,7 @@ class App:
         await asyncio.wait((pause, hurried), return_when=asyncio.FIRST_COMPLETED)
         for task in (idle, hurried, pause):
             task.cancel()
-        if num_open := self._calls.num_open:
+        if num_open := self._open_calls.num_open:
             _LOGGER.warning("%d calls outlived the grace and are ended", num_open)
 
 

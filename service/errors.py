@@ -84,7 +84,9 @@ class UnsupportedFeature(RequestError):
     label = "unsupported_feature"
 
     def __init__(self, field: str, why: str = "is not offered by this server") -> None:
-        super().__init__(f"{field}: {why}")
+        self.field = _cut(field, _MAX_PATH)
+        self.why = why
+        super().__init__(f"{self.field}: {why}")
 
 
 class AnswerTooLarge(RequestError):

@@ -13,9 +13,9 @@ import service
 from model import kernels
 
 UNWANTED = ("torch", "onnx", "onnxscript", "babel", "matplotlib", "safetensors", "rich", "grpc_tools", "pytest")
-UNWANTED += ("opentelemetry", "sentencepiece", "transformers")
+UNWANTED += ("opentelemetry", "sentencepiece", "transformers", "uvicorn")
 # Imported only where their extra is wanted.
-OF_EXTRAS = ("service.telemetry.otel",)
+OF_EXTRAS = ("service.telemetry.otel", "service.transport.http.connection", "service.transport.http.server")
 
 assert not any(map(importlib.util.find_spec, ("proto", "client"))), "names that are others' in a user's environment"
 present = [name for name in UNWANTED if importlib.util.find_spec(name)]

@@ -10,12 +10,12 @@ pin() {
     --generate-hashes --no-header --no-annotate --no-emit-index-url "$@"
 }
 # The downloader of `tokenizers` and its dependencies: the server reads local files.
-downloading="anyio click colorama filelock fsspec h11 hf-xet httpcore2 httpx2 httpx2-jsfetch huggingface-hub idna pyyaml \
+downloading="anyio filelock fsspec hf-xet httpcore2 httpx2 httpx2-jsfetch huggingface-hub idna pyyaml \
   tqdm truststore"
 left_out=$(for name in $downloading; do printf -- '--no-emit-package %s ' "$name"; done)
 for extra in cpu gpu; do
   # shellcheck disable=SC2086 (several words)
-  pin pyproject.toml --extra "$extra" --extra otel $left_out --output-file "deploy/container/requirements-$extra.txt"
+  pin pyproject.toml --extra "$extra" --extra http --extra otel $left_out --output-file "deploy/container/requirements-$extra.txt"
 done
 echo hatchling | pin - --output-file deploy/container/requirements-build.txt
 printf '%s\n' grpcio locust numpy protobuf | pin - --output-file deploy/container/requirements-load.txt

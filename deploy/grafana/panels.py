@@ -203,10 +203,12 @@ ROWS: Mapping[str, Sequence[Panel]] = {
         Panel(
             "Calls that failed",
             "reqps",
-            "By gRPC's status code. A client that hangs up is CANCELLED.",
+            "By gRPC's status code, or HTTP's. A client that hangs up is CANCELLED, or 499.",
             {
                 "{{grpc_code}}": "sum by (grpc_code) (rate(onward_grpc_server_handled_total"
-                '{instance=~"$instance", grpc_code!="OK"}[$__rate_interval]))'
+                '{instance=~"$instance", grpc_code!="OK"}[$__rate_interval]))',
+                "HTTP {{http_status}}": "sum by (http_status) (rate(onward_http_server_handled_total"
+                '{instance=~"$instance", http_status!="200"}[$__rate_interval]))',
             },
             is_stacked=True,
         ),

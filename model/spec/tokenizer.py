@@ -18,6 +18,7 @@ from tokenizers import pre_tokenizers
 
 from model.spec.artifact import MAX_TOKENIZER_BYTES
 from model.spec.reading import read_text
+from model.spec.token_bytes import Spelling
 
 _Result = TypeVar("_Result")
 
@@ -57,6 +58,7 @@ class Tokenizer:
         if self._may_spell_control_tokens():
             self._encoder = _mark(inner, self._control_spellings)
             self._encoder.encode_special_tokens = True
+        self._spelling = Spelling(json.loads(inner.to_str())["decoder"])
         vocabulary = inner.get_vocab(with_added_tokens=True)
         self._vocab_size = 1 + max(vocabulary.values(), default=-1)
         longest = max((len(spelling.encode()) for spelling in vocabulary), default=0)
@@ -161,6 +163,11 @@ class Tokenizer:
         """The vocabulary's spelling of an id, control tokens and byte symbols included; None if there is no such id."""
         spelling: str | None = self._inner.id_to_token(token_id)
         return spelling
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of a token by itself, also of a part of a character; none for an id that does not exist."""
+        spelling = self._inner.id_to_token(token_id) or ""
+        return spelling.encode() if spelling in self._added_spellings else self._spelling.to_bytes(spelling)
 
     def _clean(self, text: str) -> str:
         """The text without marks, if the encoder would interpret them."""

@@ -120,7 +120,15 @@ class ServeConfig:
 
     host: Annotated[str, _network("address to listen on, for calls and metrics", nonempty)] = "127.0.0.1"
     port: Annotated[int, _network("port for gRPC calls; 0: the system chooses one", integer(0, 65535))] = 8001
-    max_connections: Annotated[int, _network("most gRPC connections; more are closed", integer(1, 1_000_000))] = 4096
+    http_port: Annotated[
+        int | None,
+        _network(
+            "port for HTTP in OpenAI's shape (extra `http`); 0: the system chooses one; default: off", integer(0, 65535)
+        ),
+    ] = None
+    max_connections: Annotated[
+        int, _network("most gRPC connections, and as many HTTP ones; more are closed", integer(1, 1_000_000))
+    ] = 4096
     max_stall_seconds: Annotated[float, _network("longest wait for a client to read or send", number(0.1, 86400))] = (
         30.0
     )

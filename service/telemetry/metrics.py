@@ -132,6 +132,13 @@ class Metrics:
         self.handled = make(
             Counter, "grpc_server_handled", "Calls that ended, by method and status code.", "grpc_method", "grpc_code"
         )
+        self.http_handled = make(
+            Counter,
+            "http_server_handled",
+            "HTTP requests that ended, by route and status.",
+            "http_route",
+            "http_status",
+        )
         self.first_token = seconds(
             "time_to_first_token_seconds", "From arrival to the first token.", objectives.time_to_first_token
         )
@@ -168,7 +175,8 @@ class Metrics:
     def resolved(self, model: str) -> Metrics:
         """A copy in which the metrics of every step, token and request are the model's own series."""
         series = copy.copy(self)
-        step_gauges, with_more_labels = (self.running, self.waiting, self.kv_usage), (self.requests, self.handled)
+        step_gauges = (self.running, self.waiting, self.kv_usage)
+        with_more_labels = (self.requests, self.handled, self.http_handled)
         for name, metric in vars(self).items():
             if metric in step_gauges or not (isinstance(metric, Gauge) or metric in with_more_labels):
                 setattr(series, name, metric.labels(model))

@@ -1,6 +1,6 @@
 """Traces and metrics by OpenTelemetry: a server span for each call, with spans below it for its request's phases.
 
-Names follow the semantic conventions for gRPC and for generative AI. A call's span ends when its handler does, and is
+Names follow the semantic conventions for gRPC, HTTP and generative AI. A call's span ends when its handler does, and is
 exported once its request has ended too: the engine reports a canceled stream's last numbers after the handler left.
 Where a call may have many requests, each has a span of its own between the call's span and its phases'. No work is done
 per token. Times are the engine's, moved to the wall clock by one offset per call, so that the spans of a trace fit each
@@ -43,7 +43,9 @@ from service.telemetry.tracing import CallContext, CallTrace, NoTracer, RequestT
 Attributes = dict[str, AttributeValue]
 
 _ONWARD = "onward"
-_OK = "OK"
+_GRPC_STATUS = "rpc.response.status_code"
+_GOOD = ("OK", "200")
+_HTTP_SERVER_ERRORS = 500
 # The convention's server errors; any other code leaves a server span's status unset.
 _SERVER_ERRORS = frozenset({"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"})
 _SUCCESSES = frozenset({FinishReason.END_OF_SEQUENCE, FinishReason.STOP, FinishReason.LENGTH})
@@ -108,7 +110,7 @@ class OtelTracer:
             path,
             self._propagator.extract(carrier),
             SpanKind.SERVER,
-            {"rpc.system.name": "grpc", "rpc.method": path, **_peer(context.peer())},
+            {**_route(path), **_peer(context.peer())},
             start_time=writer.now(),
         )
         call = _Call(writer, span, has_many=has_many)
@@ -261,10 +263,11 @@ class _Call:
     def ended(self, code: str, message: str) -> None:
         """Sets status and end. The message of a client's error may quote its request and is not exported."""
         self._end_time = self.writer.now()
-        self.span.set_attribute("rpc.response.status_code", code)
-        if code != _OK:
+        is_http = code.isdecimal()
+        self.span.set_attributes({"http.response.status_code": int(code)} if is_http else {_GRPC_STATUS: code})
+        if code not in _GOOD:
             self._error = {"error.type": code}
-        if code in _SERVER_ERRORS:
+        if code in _SERVER_ERRORS or (is_http and int(code) >= _HTTP_SERVER_ERRORS):
             self.span.set_status(Status(StatusCode.ERROR, message))
         self.release()
 
@@ -344,6 +347,13 @@ def _parameters(request: GenerationRequest) -> Attributes:
     if sampling.seed is not None and sampling.seed <= _MAX_INTEGER:
         asked["gen_ai.request.seed"] = sampling.seed
     return asked
+
+
+def _route(path: str) -> Attributes:
+    """A call's method, gRPC's by its full name, or HTTP's by its route."""
+    if path.startswith("/"):
+        return {"http.route": path}
+    return {"rpc.system.name": "grpc", "rpc.method": path}
 
 
 def _peer(peer: str) -> Attributes:

@@ -17,10 +17,10 @@ from service.telemetry.metrics import RequestRecord
 
 
 class CallContext(Protocol):
-    """The part of gRPC's call context that a tracer uses."""
+    """The part of a call's context that tracers and admission use: gRPC's, or HTTP's in the same shape."""
 
     def invocation_metadata(self) -> Iterable[tuple[str, str | bytes]] | None:
-        """The client's metadata."""
+        """The client's metadata or headers, names in lower case."""
 
     def peer(self) -> str:
         """The client's address, such as `ipv4:127.0.0.1:5000`."""
@@ -56,8 +56,8 @@ class Tracer(Protocol):
         """A call begins in this task.
 
         Args:
-            path: the method's full name, such as `onward.v1.GenerationService/Generate`.
-            context: gRPC's.
+            path: the method's full name, such as `onward.v1.GenerationService/Generate`, or HTTP's route.
+            context: the call's.
             has_many: whether the call may have several requests, each with a span of its own.
         """
 

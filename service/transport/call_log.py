@@ -6,12 +6,10 @@ import logging
 import time
 from collections.abc import Callable
 
-import grpc
-
 _LOGGER = logging.getLogger(__name__)
 
-# Statuses of calls that cost their caller nothing, and how many of them are logged per second.
-_REFUSALS = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.RESOURCE_EXHAUSTED}
+# Statuses, gRPC's and HTTP's, of calls that cost their caller nothing, and how many of them are logged per second.
+_REFUSALS = {"UNAUTHENTICATED", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "401", "403", "429"}
 _MAX_LOGGED_REFUSALS = 100
 
 
@@ -22,7 +20,7 @@ class CallLog:
         self._clock = clock
         self._second, self._num_refused = 0, 0
 
-    def ended(self, method: str, code: grpc.StatusCode, seconds: float) -> None:
+    def ended(self, method: str, code: str, seconds: float) -> None:
         """Logs one call, if not too many were refused in this second."""
         if code in _REFUSALS:
             if (second := int(self._clock())) != self._second:
@@ -32,4 +30,4 @@ class CallLog:
             self._num_refused += 1
             if self._num_refused > _MAX_LOGGED_REFUSALS:
                 return
-        _LOGGER.info("%s %s %.3f s", method, code.name, seconds)
+        _LOGGER.info("%s %s %.3f s", method, code, seconds)

@@ -69,7 +69,7 @@ def decode_generate(
     return GenerateCall(
         request_id=_request_id(message.request_id, limits) or new_id(),
         model=message.model,
-        prompt=_conversation(message) if message.WhichOneof("prompt") == "chat" else decode_prompt(message),
+        prompt=conversation(message) if message.WhichOneof("prompt") == "chat" else decode_prompt(message),
         target_prefix=message.target_prefix,
         # A beam search samples nothing, and has no penalties.
         sampling=_sampling(message.sampling, limits, defaults if beam_search is None else WIRE_DEFAULTS),
@@ -91,7 +91,8 @@ def _request_id(value: str, limits: RequestLimits) -> str:
     return value
 
 
-def _conversation(message: Generating) -> Conversation:
+def conversation(message: Generating) -> Conversation:
+    """A prompt of messages."""
     messages = tuple(Message(each.role, each.content) for each in message.chat.messages)
     require("prompt.chat.messages", [], "must have at least 1 message", valid=bool(messages))
     return Conversation(messages)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterator
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,20 +20,18 @@ import grpc
 from prometheus_client import Counter
 
 from service.access import Access, Allowance
-from service.errors import AnswerTooLarge, ClientStalled, RateLimited
+from service.errors import AnswerTooLarge, ClientStalled
 from service.telemetry.tracing import NoTracer, Tracer
+from service.transport.admission import OpenCalls, admitted
 from service.transport.call_log import CallLog
 from service.transport.flooding import FloodGuard
 from service.transport.open_methods import OpenMethods
-from service.transport.places import claim, current_place, stall_after
+from service.transport.places import current_place, stall_after
 from service.transport.receiving import Check, Receiver
 from service.transport.sending import Context, abort, abort_stalled, send
 from service.transport.status import Status, cancelled_code, forget_frames, to_status
 from service.transport.streams import OpenStreams
 from service.transport.wire_limits import parse
-
-_AUTHORIZATION = "authorization"
-_BEARER = "bearer"
 
 UnaryHandler = Callable[[Any, Context], Awaitable[Any]]
 StreamHandler = Callable[[Any, Context], AsyncGenerator[Any, None]]
@@ -50,6 +48,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         max_stall_seconds: how long a call waits for its client to read, or to send its request.
         tracer: gets each call's begin and end.
         check: raises for a request that holds too much, given its method's path and its bytes; yields between steps.
+        open_calls: counts calls until their handlers have ended.
     """
 
     def __init__(
@@ -62,6 +61,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         max_stall_seconds: float,
         tracer: Tracer | None = None,
         check: Callable[[str, bytes], Iterator[None]] = lambda *_: iter(()),
+        open_calls: OpenCalls | None = None,
     ) -> None:
         self._services = frozenset(services)
         self._handled = handled
@@ -76,18 +76,12 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         self._tracer = tracer or NoTracer()
         self._check = check
         self._log = CallLog()
-        self._num_open = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._open_calls = open_calls or OpenCalls()
 
     @property
     def num_open(self) -> int:
         """Running handlers of wrapped calls."""
-        return self._num_open
-
-    async def wait_idle(self) -> None:
-        """Waits until no handler of a wrapped call runs; a cancelled one runs until its `finally` is done."""
-        await self._idle.wait()
+        return self._open_calls.num_open
 
     async def intercept_service(
         self,
@@ -155,52 +149,36 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         """The one request of a call. The call must not bind it to a name, which would hold it until the call ends."""
         return codec.parse(await self._receiver.message(context, caller, codec.check))
 
-    @contextmanager
-    def _admitted(self, path: str, context: Context) -> Iterator[tuple[Allowance, str]]:
-        """A context for a call that its key allows and its caller has a place for; yields its allowance and caller.
-
-        The caller is the key, or the connection where no key is needed. An address may be a proxy's, with many clients.
-        """
-        with self._access.admitted(_method(path), _api_key(context)) as allowance:
-            caller = allowance.owner or context.peer()
-            try:
-                claim(caller, context.peer())
-            except RateLimited:
-                allowance.refund()
-                raise
-            yield allowance, caller
+    def _admitted(self, path: str, context: Context) -> AbstractContextManager[tuple[Allowance, str]]:
+        return admitted(self._access, _method(path), context)
 
     @asynccontextmanager
     async def _watch(self, path: str, context: Context, *, has_many: bool = False) -> AsyncIterator[None]:
         method = _method(path)
         trace = self._tracer.call(path, context, has_many=has_many)
-        self._num_open += 1
-        self._idle.clear()
         started = time.monotonic()
         # Read now: when the call ends late, a few milliseconds may still be left.
         timeout = context.time_remaining()
         status, is_stalled = Status(grpc.StatusCode.OK, ""), False
         try:
-            try:
-                yield
-            except asyncio.CancelledError:
-                status = Status(cancelled_code(time.monotonic() - started, timeout), "")
-                raise
-            except (GeneratorExit, KeyboardInterrupt, SystemExit):
-                raise
-            except BaseException as error:  # a panic of an extension module is no Exception
-                status, is_stalled = to_status(error), isinstance(error, ClientStalled)
-                forget_frames(error)
-            finally:
-                # Before the status is sent: a client that has its answer finds it counted.
-                self._handled.labels(method, status.code.name).inc()
-                trace.ended(status.code.name, status.message)
-                self._log.ended(method, status.code, time.monotonic() - started)
+            with self._open_calls.opened():
+                try:
+                    yield
+                except asyncio.CancelledError:
+                    status = Status(cancelled_code(time.monotonic() - started, timeout), "")
+                    raise
+                except (GeneratorExit, KeyboardInterrupt, SystemExit):
+                    raise
+                except BaseException as error:  # a panic of an extension module is no Exception
+                    status, is_stalled = to_status(error), isinstance(error, ClientStalled)
+                    forget_frames(error)
+                finally:
+                    # Before the status is sent: a client that has its answer finds it counted.
+                    self._handled.labels(method, status.code.name).inc()
+                    trace.ended(status.code.name, status.message)
+                    self._log.ended(method, status.code.name, time.monotonic() - started)
         finally:
             self._guard.over(context.peer())
-            self._num_open -= 1
-            if not self._num_open:
-                self._idle.set()
         # The handler has ended; what is left waits for the client.
         if is_stalled:
             await abort_stalled(context, status)
@@ -231,12 +209,3 @@ class _Codec:
 def _method(path: str) -> str:
     """The name without its service's."""
     return path.rpartition("/")[2]
-
-
-def _api_key(context: Context) -> str | None:
-    """The key of `authorization: Bearer KEY`; None for several such headers."""
-    shown = [value for name, value in context.invocation_metadata() or () if name == _AUTHORIZATION]
-    if len(shown) != 1 or not isinstance(shown[0], str):
-        return None
-    scheme, _, key = shown[0].partition(" ")
-    return key.strip() if scheme.lower() == _BEARER else None

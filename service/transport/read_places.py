@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from math import inf
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from service.errors import RateLimited
-from service.transport.flooding import FloodGuard, Reading
+from service.transport.flooding import Reading
 from service.transport.places import uncount
 
 # How long a caller waits for a place before a read is ended for it.
@@ -28,6 +28,13 @@ _OWN_PART = 1 / 6
 _MEASURE_SECONDS = 0.25
 # Until a read may have ended: nothing predicts it.
 _RETRY_SECONDS = 1.0
+
+
+class Arrivals(Protocol):
+    """Measures what connections bring, as `FloodGuard` does."""
+
+    def brought(self, peers: Collection[str]) -> Mapping[str, int]:
+        """Bytes that connections brought, of those that are found. Only differences have a meaning."""
 
 
 class Connection(NamedTuple):
@@ -57,14 +64,14 @@ class ReadPlaces:
     Args:
         num_places: reads at once.
         timely_rate: bytes per second at which the largest message arrives in time.
-        guard: measures what connections bring.
+        arrivals: of the connections that are read from.
     """
 
-    def __init__(self, num_places: int, timely_rate: float, guard: FloodGuard) -> None:
+    def __init__(self, num_places: int, timely_rate: float, arrivals: Arrivals) -> None:
         self.num_held = 0
         self._num_places = num_places
         self._timely_rate = timely_rate
-        self._guard = guard
+        self._arrivals = arrivals
         self._held = Counter[Hashable]()
         # The same by address, for connections.
         self._shares = Counter[Hashable]()
@@ -203,7 +210,7 @@ class ReadPlaces:
             return
         self._measured_at = now
         num_reads = Counter(read.peer for read in self._reads.values())
-        brought = {} if self._timely_rate == inf else self._guard.brought(num_reads)
+        brought = {} if self._timely_rate == inf else self._arrivals.brought(num_reads)
         for read in self._reads.values():
             if read.peer not in brought:
                 read.rate = 0.0

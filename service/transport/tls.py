@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import ssl
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,9 @@ import grpc
 from service.errors import StartupError
 
 _LOGGER = logging.getLogger(__name__)
+
+# The event loop reads the files of HTTP's certificates at most so often; gRPC's own threads do at each handshake.
+_LOOK_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +46,56 @@ def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
     )
 
 
+def server_context(files: TlsFiles) -> ssl.SSLContext:
+    """A context for `asyncio` that follows the files as `server_credentials` do.
+
+    Raises:
+        StartupError: as `server_credentials`.
+    """
+    contents = _read(files)
+    _check(files, contents)
+    newest = context = _context(contents)
+    follow = _follower(files, contents)
+    looked = time.monotonic()
+
+    def choose(connection: ssl.SSLObject, name: str | None, base: ssl.SSLContext) -> None:  # noqa: ARG001 (ssl's)
+        nonlocal newest, looked
+        if time.monotonic() - looked >= _LOOK_SECONDS:
+            looked = time.monotonic()
+            if (changed := follow()) is not None:
+                newest = _context(changed)
+        connection.context = newest
+
+    context.sni_callback = choose  # called for every handshake, with or without a server name
+    return context
+
+
+def _context(contents: tuple[bytes, ...]) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.set_alpn_protocols(["http/1.1"])
+    _load(context, contents)
+    _, _, *client_ca = contents
+    if client_ca:
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
 def _fetcher(files: TlsFiles, contents: tuple[bytes, ...]) -> Callable[[], grpc.ServerCertificateConfiguration | None]:
     """What gRPC calls at every handshake, on its own threads: new certificates, None while they are unchanged."""
-    newest = contents
+    follow = _follower(files, contents)
 
     def fetch() -> grpc.ServerCertificateConfiguration | None:
+        changed = follow()
+        return None if changed is None else _configuration(changed)
+
+    return fetch
+
+
+def _follower(files: TlsFiles, contents: tuple[bytes, ...]) -> Callable[[], tuple[bytes, ...] | None]:
+    """Reads the files: their contents if they have changed and can be used, else None."""
+    newest = contents
+
+    def follow() -> tuple[bytes, ...] | None:
         nonlocal newest
         try:
             read = _read(files)
@@ -58,9 +107,9 @@ def _fetcher(files: TlsFiles, contents: tuple[bytes, ...]) -> Callable[[], grpc.
             return None
         newest = read
         _LOGGER.info("certificates read anew from %s", files.certificate)
-        return _configuration(read)
+        return read
 
-    return fetch
+    return follow
 
 
 def _configuration(contents: tuple[bytes, ...]) -> grpc.ServerCertificateConfiguration:
@@ -91,12 +140,9 @@ def _check(files: TlsFiles, contents: tuple[bytes, ...]) -> None:
 
     Checks the contents, as the files may have changed since they were read.
     """
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     certificate, key, *client_ca = contents
     try:
-        with _in_memory(certificate) as certificate_path, _in_memory(key) as key_path:
-            # Without a password OpenSSL would ask for one on the terminal.
-            context.load_cert_chain(certificate_path, key_path, password="")
+        _load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), (certificate, key))
     except (OSError, ValueError) as error:
         problem = f"{files.key}: cannot be used as the key of {files.certificate} ({_reason(error)})"
         raise StartupError([problem]) from error
@@ -104,9 +150,20 @@ def _check(files: TlsFiles, contents: tuple[bytes, ...]) -> None:
         return
     try:
         with _in_memory(client_ca[0]) as path:
-            context.load_verify_locations(path)
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(path)
     except (OSError, ValueError) as error:
         raise StartupError([f"{files.client_ca}: holds no certificates ({_reason(error)})"]) from error
+
+
+def _load(context: ssl.SSLContext, contents: tuple[bytes, ...]) -> None:
+    """Loads certificate and key, and the clients' CA if there is one."""
+    certificate, key, *client_ca = contents
+    with _in_memory(certificate) as certificate_path, _in_memory(key) as key_path:
+        # Without a password OpenSSL would ask for one on the terminal.
+        context.load_cert_chain(certificate_path, key_path, password="")
+    for each in client_ca:
+        with _in_memory(each) as path:
+            context.load_verify_locations(path)
 
 
 @contextmanager

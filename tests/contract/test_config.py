@@ -51,6 +51,7 @@ GIVEN: dict[str, tuple[str, object]] = {
     "models": ("elsewhere", Path("elsewhere")),
     "host": ("0.0.0.0", "0.0.0.0"),
     "port": ("0", 0),
+    "http_port": ("18", 18),
     "metrics": ("off", False),
     "metrics_port": ("9", 9),
     "metrics_compat": ("vLLM", MetricsCompat.VLLM),

@@ -37,6 +37,7 @@ def shown() -> list[tuple[str, ...]]:
     metrics.for_model("m").max_draft_tokens(4)
     metrics.for_model("m").cost_model({"decode_pair": 1e-6}, 0.1)
     metrics.handled.labels("Generate", "OK")
+    metrics.http_handled.labels("/v1/completions", "200")
     names = defaultdict(list)
     for family in theirs.collect():
         names[family.documentation].append(_on_the_wire(family.name, family.type))

@@ -21,6 +21,7 @@ from service.errors import (
     PromptTooLong,
     RequestError,
 )
+from service.transport.http.failures import STATUSES
 from service.transport.status import STATUS_CODES, cancelled_code, to_status
 
 
@@ -36,6 +37,7 @@ def rich(metadata: tuple[tuple[str, bytes], ...]) -> status_pb2.Status:
 
 def test_table_is_total_over_the_error_tree() -> None:
     assert set(STATUS_CODES) == descendants(RequestError)
+    assert set(STATUSES) == descendants(RequestError)
 
 
 def test_labels_of_errors_are_distinct() -> None:

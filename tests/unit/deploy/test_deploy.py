@@ -74,7 +74,7 @@ def test_image_installs_whatever_the_server_needs(extra: str) -> None:
     client = tomllib.loads((ROOT / "onward" / "pyproject.toml").read_text())["project"]
     assert project["dependencies"] == [f"{client['name']}=={client['version']}"]
     needed = [Requirement(line) for line in client["dependencies"]]
-    needed += requirements_of(extra, project) + requirements_of("otel", project)
+    needed += [each for name in (extra, "http", "otel") for each in requirements_of(name, project)]
     assert "numpy" in {requirement.name for requirement in needed}
     for requirement in needed:
         assert requirement.specifier.contains(installed[canonicalize_name(requirement.name)][0]), requirement

@@ -1,0 +1,238 @@
+"""Answers of chat and of completions: whole, or as the chunks of a stream."""
+
+from __future__ import annotations
+
+import codecs
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from google.protobuf import json_format
+
+from model.spec.tokenizer import Tokenizer
+from service.engine.types import FinishReason, TokenLogprobs
+from service.generator import Accepted, Finished, Outcome, Part, Piece
+from service.transport import codec
+from service.transport.http.requests import Asked
+
+Values = dict[str, Any]
+
+FINISH_REASONS: Mapping[FinishReason, str] = {
+    FinishReason.END_OF_SEQUENCE: "stop",
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.DEADLINE: "length",
+    FinishReason.CANCELLED: "length",  # never sent
+}
+# JSON has no infinity; OpenAI sends this for improbable tokens.
+_LEAST_LOGPROB = -9999.0
+
+
+class Answer:
+    """Builds the answer to one request. `tokenizer` is that of its model's outputs, for the tokens' text."""
+
+    prefix = ""
+    kind = chunk_kind = ""
+
+    def __init__(self, asked: Asked, tokenizer_of: Callable[[str], Tokenizer]) -> None:
+        self._asked = asked
+        self._tokenizer_of = tokenizer_of
+        self._created = int(time.time())
+        self._begun: set[int] = set()
+        self.request_id = self.model = ""
+
+    def accepted(self, part: Accepted) -> None:
+        """Names the request and its model."""
+        self.request_id, self.model = part.request_id, part.model
+        self._tokenizer = self._tokenizer_of(part.model)
+
+    def chunks(self, part: Part) -> Iterator[Values]:
+        """The chunks of a stream for one part."""
+        match part:
+            case Piece(index):
+                logprobs = self._logprobs(index, part) if part.logprobs else None
+                has_more = part.text or logprobs or self._asked.returns_token_ids
+                if index not in self._begun or has_more:
+                    yield from self._first(index)
+                if has_more:
+                    yield self._chunk(self._choice(index, part.text, logprobs, part.token_ids))
+            case Finished(index):
+                yield from self._first(index)
+                yield self._chunk({**self._choice(index, "", None, ()), **_end(part)})
+            case Outcome():
+                if part.cost is not None and not self._asked.includes_usage:
+                    yield self._named(self.chunk_kind, [], cost=_cost(part))
+                if self._asked.includes_usage:
+                    costs = {} if part.cost is None else {"cost": _cost(part)}
+                    yield self._named(self.chunk_kind, [], usage=usage(part), **costs)
+
+    def whole(self, parts: Sequence[Part]) -> Values:
+        """The answer from all parts of a request."""
+        pieces: defaultdict[int, list[Piece]] = defaultdict(list)
+        ends: dict[int, Finished] = {}
+        totals: Values = {}
+        for part in parts:
+            match part:
+                case Piece(index):
+                    pieces[index].append(part)
+                case Finished(index):
+                    ends[index] = part
+                case Outcome():
+                    totals = {"usage": usage(part)}
+                    if part.cost is not None:
+                        totals["cost"] = _cost(part)
+        choices = []
+        for index, end in sorted(ends.items()):
+            own = pieces[index]
+            text = "".join(piece.text for piece in own)
+            token_ids = tuple(token_id for piece in own for token_id in piece.token_ids)
+            logprobs = tuple(each for piece in own for each in piece.logprobs)
+            joined = Piece(index, text, token_ids, logprobs)
+            described = self._logprobs(index, joined) if self._asked.num_top is not None else None
+            choices.append({**self._whole_choice(index, text, described, token_ids), **_end(end)})
+        return self._named(self.kind, choices, **totals)
+
+    def _named(self, kind: str, choices: list[Values], **others: Any) -> Values:
+        named = {"id": f"{self.prefix}{self.request_id}", "object": kind, "created": self._created}
+        return {**named, "model": self.model, "choices": choices, **others}
+
+    def _chunk(self, choice: Values) -> Values:
+        return self._named(self.chunk_kind, [choice], **({"usage": None} if self._asked.includes_usage else {}))
+
+    def _first(self, index: int) -> Iterator[Values]:
+        """What precedes an output's first chunk."""
+        self._begun.add(index)
+        return iter(())
+
+    def _token_ids(self, token_ids: Sequence[int]) -> Values:
+        return {"token_ids": list(token_ids)} if self._asked.returns_token_ids else {}
+
+    def _choice(self, index: int, text: str, logprobs: Values | None, token_ids: Sequence[int]) -> Values:
+        raise NotImplementedError
+
+    def _whole_choice(self, index: int, text: str, logprobs: Values | None, token_ids: Sequence[int]) -> Values:
+        return self._choice(index, text, logprobs, token_ids)
+
+    def _logprobs(self, index: int, piece: Piece) -> Values:
+        raise NotImplementedError
+
+
+class ChatAnswer(Answer):
+    """`/v1/chat/completions`."""
+
+    prefix = "chatcmpl-"
+    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+
+    def _first(self, index: int) -> Iterator[Values]:
+        if index not in self._begun:
+            self._begun.add(index)
+            delta = {"role": "assistant", "content": ""}
+            yield self._chunk({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
+
+    def _choice(self, index: int, text: str, logprobs: Values | None, token_ids: Sequence[int]) -> Values:
+        delta = {"content": text} if text or logprobs else {}
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None} | self._token_ids(
+            token_ids
+        )
+
+    def _whole_choice(self, index: int, text: str, logprobs: Values | None, token_ids: Sequence[int]) -> Values:
+        message = {"role": "assistant", "content": text, "refusal": None}
+        return {"index": index, "message": message, "logprobs": logprobs} | self._token_ids(token_ids)
+
+    def _logprobs(self, index: int, piece: Piece) -> Values:  # noqa: ARG002 (completions')
+        return {"content": content_logprobs(self._tokenizer, piece.token_ids, piece.logprobs), "refusal": None}
+
+
+class CompletionAnswer(Answer):
+    """`/v1/completions`."""
+
+    prefix = "cmpl-"
+    kind = chunk_kind = "text_completion"
+
+    def __init__(self, asked: Asked, tokenizer_of: Callable[[str], Tokenizer]) -> None:
+        super().__init__(asked, tokenizer_of)
+        self._offsets: defaultdict[int, _Offset] = defaultdict(_Offset)
+
+    def _choice(self, index: int, text: str, logprobs: Values | None, token_ids: Sequence[int]) -> Values:
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None} | self._token_ids(token_ids)
+
+    def _logprobs(self, index: int, piece: Piece) -> Values:
+        offset, tokens = self._offsets[index], [self._spell(token_id) for token_id in piece.token_ids]
+        top = []
+        for token, own in zip(tokens, piece.logprobs, strict=True):
+            pairs = zip(map(self._spell, own.top_token_ids), own.top_logprobs, strict=True)
+            top.append({each: finite(logprob) for each, logprob in pairs} | {token: finite(own.logprob)})
+        return {
+            "tokens": tokens,
+            "token_logprobs": [finite(own.logprob) for own in piece.logprobs],
+            "top_logprobs": top,
+            "text_offset": [offset.take(self._tokenizer.token_bytes(token_id)) for token_id in piece.token_ids],
+        }
+
+    def _spell(self, token_id: int) -> str:
+        """A token's text; as OpenAI does, by its bytes where it is no whole characters: each is another key."""
+        data = self._tokenizer.token_bytes(token_id)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+class _Offset:
+    """Where each token begins in an output's text, in characters."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._num_characters = 0
+
+    def take(self, data: bytes) -> int:
+        at = self._num_characters
+        self._num_characters += len(self._decoder.decode(data))
+        return at
+
+
+def content_logprobs(tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> list[Values]:
+    """Tokens with their log-probabilities and raw bytes, which may be a part of a character."""
+
+    def describe(token_id: int, logprob: float) -> Values:
+        data = tokenizer.token_bytes(token_id)
+        return {"token": data.decode(errors="replace"), "logprob": finite(logprob), "bytes": list(data)}
+
+    return [
+        describe(token_id, own.logprob) | {"top_logprobs": [*map(describe, own.top_token_ids, own.top_logprobs)]}
+        for token_id, own in zip(token_ids, logprobs, strict=True)
+    ]
+
+
+def finite(logprob: float) -> float:
+    """A logarithm that JSON has."""
+    return max(logprob, _LEAST_LOGPROB)
+
+
+def usage(outcome: Outcome) -> Values:
+    """Tokens used."""
+    given, generated = outcome.num_prompt_tokens, outcome.num_generated_tokens
+    return {
+        "prompt_tokens": given,
+        "completion_tokens": generated,
+        "total_tokens": given + generated,
+        "prompt_tokens_details": {"cached_tokens": outcome.num_cached_tokens},
+    }
+
+
+def _end(end: Finished) -> Values:
+    """Why an output ended; `stop_reason` is vLLM's: the stop text or stop token id that matched."""
+    values: Values = {"finish_reason": FINISH_REASONS[end.finish_reason], "stop_reason": end.matched_stop}
+    if end.finish_reason is FinishReason.DEADLINE:
+        values["ended_by_deadline"] = True
+    if end.score is not None:
+        values["score"] = end.score
+    return values
+
+
+def _cost(outcome: Outcome) -> Values:
+    """The cost as over gRPC, by the same names."""
+    assert outcome.cost is not None  # noqa: S101 (callers ask)
+    described: Values = json_format.MessageToDict(codec.encode_cost(outcome.cost), preserving_proto_field_name=True)
+    return {name: int(value) if isinstance(value, str) else value for name, value in described.items()}

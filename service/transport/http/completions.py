@@ -1,0 +1,147 @@
+"""Runs chat and completions: a body to a call of `service.generator`, its parts to an answer or a stream.
+
+A stream's status line waits for the first token or the first error, so that a refusal has a status of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from model.spec.tokenizer import Tokenizer
+from service.access import current_caller
+from service.config import RequestLimits
+from service.errors import AnswerTooLarge
+from service.generator import Accepted, GenerateCall, Generator, Part, Piece
+from service.process.text_pool import LONG_BYTES, TextPool
+from service.repository.entry import Models
+from service.transport import codec
+from service.transport.http.answers import Answer, ChatAnswer, CompletionAnswer
+from service.transport.http.bodies import parse
+from service.transport.http.calls import Request
+from service.transport.http.exchange import encode
+from service.transport.http.fields import renaming
+from service.transport.http.requests import Asked, decode_chat, decode_completion
+from service.transport.http.responses import ResponseAnswer, decode_response
+
+DONE = b"data: [DONE]\n\n"
+# Bytes of JSON for a token, and for each token with its log-probability: what an answer takes to be encoded.
+_TOKEN_BYTES, _LOGPROB_BYTES = 8, 100
+_Result = TypeVar("_Result")
+
+
+class Completions:
+    """Answers chat, completions and responses.
+
+    Args:
+        generator: runs them.
+        models: what is served.
+        limits: what one request may ask.
+        texts: parses long bodies and encodes long answers.
+        max_answer_bytes: largest answer that is not streamed.
+    """
+
+    def __init__(
+        self, generator: Generator, models: Models, limits: RequestLimits, texts: TextPool, max_answer_bytes: int
+    ) -> None:
+        self._generator = generator
+        self._models = models
+        self._limits = limits
+        self._texts = texts
+        self._max_answer_bytes = max_answer_bytes
+
+    async def chat(self, request: Request) -> bytes:
+        """`/v1/chat/completions`."""
+        names = {"prompt.chat": "messages", "response.logprobs": "top_logprobs"}
+        return await self._run(request, decode_chat, ChatAnswer, "messages", names)
+
+    async def complete(self, request: Request) -> bytes:
+        """`/v1/completions`."""
+        return await self._run(request, decode_completion, CompletionAnswer, "prompt", {})
+
+    async def respond(self, request: Request) -> bytes:
+        """`/v1/responses`."""
+        names = {
+            "stopping.max_tokens": "max_output_tokens",
+            "response.logprobs": "top_logprobs",
+            "prompt.chat": "input",
+        }
+        return await self._run(request, decode_response, ResponseAnswer, "input", names)
+
+    async def _run(
+        self,
+        request: Request,
+        decode: Callable[[Mapping[str, Any]], Asked],
+        kind: type[Answer],
+        prompt: str,
+        names: Mapping[str, str],
+    ) -> bytes:
+        values = await self.parsed(request)
+        if values.get("max_completion_tokens") is not None:
+            names = {**names, "stopping.max_tokens": "max_completion_tokens"}
+        with renaming(prompt, names):
+            asked, call = await self._decoded(values, decode, len(request.body))
+            answer = kind(asked, self.output_tokenizer)
+            parts = self._generator.run(call, request.time_remaining(), is_streamed=asked.is_streamed)
+            async with aclosing(parts):
+                if asked.is_streamed:
+                    async for part in parts:
+                        if isinstance(part, Accepted):
+                            accept(request, answer, part)
+                        for chunk in answer.chunks(part):
+                            await request.exchange.event(chunk, chunk.get("type", ""))
+                    return DONE
+                collected: list[Part] = []
+                async for part in parts:
+                    if isinstance(part, Accepted):
+                        accept(request, answer, part)
+                    collected.append(part)
+        return await self.encoded(collected, lambda: answer.whole(collected))
+
+    async def parsed(self, request: Request) -> dict[str, Any]:
+        """The body's JSON object."""
+        return await self._off_loop(len(request.body), parse, request.body)
+
+    async def encoded(self, parts: list[Part], build: Callable[[], Any]) -> bytes:
+        """An answer built of these parts, off the event loop where they are many.
+
+        Raises:
+            AnswerTooLarge: when it exceeds the largest.
+        """
+        pieces = [part for part in parts if isinstance(part, Piece)]
+        num_bytes = sum(len(each.text) + _TOKEN_BYTES * len(each.token_ids) for each in pieces)
+        num_bytes += sum(_LOGPROB_BYTES * (1 + len(own.top_token_ids)) for each in pieces for own in each.logprobs)
+        data = await self._off_loop(num_bytes, lambda: encode(build()))
+        if len(data) > self._max_answer_bytes:
+            raise AnswerTooLarge(len(data), self._max_answer_bytes)
+        return data
+
+    def output_tokenizer(self, name: str) -> Tokenizer:
+        """The tokenizer of a model's outputs."""
+        return self._models.resolve(name).output_tokenizer
+
+    async def _decoded(
+        self, values: Mapping[str, Any], decode: Callable[[Mapping[str, Any]], Asked], num_bytes: int
+    ) -> tuple[Asked, GenerateCall]:
+        model = values.get("model")
+        name = model if isinstance(model, str) else ""
+
+        def work() -> tuple[Asked, GenerateCall]:
+            asked = decode(values)
+            return asked, codec.decode_generate(asked.request, self._limits, self._models.defaults(name))
+
+        with self._generator.counting_refusal(name):
+            return await self._off_loop(num_bytes, work)
+
+    async def _off_loop(self, num_bytes: int, work: Callable[..., _Result], *arguments: object) -> _Result:
+        """Runs short work here, long work on a thread."""
+        if num_bytes <= LONG_BYTES:
+            return work(*arguments)
+        return await self._texts.run(current_caller().tenant, num_bytes, work, *arguments)
+
+
+def accept(request: Request, answer: Answer, part: Accepted) -> None:
+    """The request is admitted: its answer has its names."""
+    answer.accepted(part)
+    request.exchange.headers.append(("x-request-id", part.request_id))

@@ -1,0 +1,174 @@
+"""One HTTP/1.1 connection: what a client can have the server hold, or wait for, outside of a call.
+
+uvicorn's protocol bounds neither a request's head nor the time that it takes. Here both are bounded, and so is what
+comes behind a refused request. A request behind one that is still being answered (pipelining) is not served: the
+connection closes behind the answer, as HTTP allows (RFC 9112, 9.3.2), and reading goes on, so that a client that leaves
+is noticed at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from contextlib import suppress
+from dataclasses import dataclass
+from http import HTTPStatus
+
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.server import ServerState
+
+# For a client to send a request's head, or to begin with one after it has connected.
+_HEAD_SECONDS = 10.0
+# As HTTP/2 counts a header besides its name and value, and gRPC's metadata are counted.
+_HEADER_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionLimits:
+    """What connections may take: their number, bytes of a request's head, bytes and seconds of what nobody reads."""
+
+    max_connections: int
+    max_head_bytes: int
+    max_unread_bytes: int
+    max_stall_seconds: float
+
+
+class Connection(HttpToolsProtocol):
+    """A connection. `abort` of a request's `state` ends it at once."""
+
+    def __init__(self, config: Config, state: ServerState, limits: ConnectionLimits) -> None:
+        super().__init__(config, state, {})
+        self._limits = limits
+        self._timer: asyncio.TimerHandle | None = None
+        self._reads_head, self._reads_body, self._ignores = True, False, False
+        # Whether a request was completed by the latest bytes.
+        self._is_complete = False
+        # Of the head so far: what its parser has reported, and all that came.
+        self._num_head_bytes = self._num_raw_bytes = self._num_unread_bytes = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Closes at once what is beyond the number of connections."""
+        assert isinstance(transport, asyncio.Transport)  # noqa: S101 (TCP and TLS have no other)
+        super().connection_made(transport)
+        self.app_state["abort"] = transport.abort
+        connection = transport.get_extra_info("socket")
+        # Ends a connection whose client takes no bytes, or has vanished; also once its last answer is written.
+        milliseconds = round(self._limits.max_stall_seconds * 1000)
+        with suppress(OSError, AttributeError):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if len(self.connections) > self._limits.max_connections:
+            transport.abort()
+        else:
+            self._end_after(_HEAD_SECONDS)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Reports it to the call, whose `receive` then returns."""
+        self._rest()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Reads on, unless the answer to come is the last."""
+        if self._ignores:
+            self._leave_unread(len(data))
+            return
+        if self._reads_head and self._timer is None:
+            self._end_after(_HEAD_SECONDS)
+        was_head, self._num_raw_bytes = self._reads_head, self._num_raw_bytes + len(data)
+        super().data_received(data)
+        if not (was_head and self._reads_head) or self._is_complete:
+            self._num_raw_bytes, self._is_complete = 0, False
+        elif self._num_raw_bytes > self._limits.max_head_bytes:
+            # The parser reports a header once it is complete.
+            self._refuse_head()
+
+    def on_message_begin(self) -> None:
+        """A request begins; behind one that is not answered it is ignored, with all that follows."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._ignores, self.cycle.keep_alive = True, False
+            return
+        self._num_head_bytes = 0
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        """A part of the path."""
+        if not self._ignores:
+            super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header; those beyond the limit are not kept."""
+        self._num_head_bytes += len(name) + len(value) + _HEADER_BYTES
+        if self._num_head_bytes > self._limits.max_head_bytes:
+            self._refuse_head()
+        elif not self._ignores:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """The head is complete: the call begins."""
+        if self._ignores or self.transport.is_closing():
+            return
+        self._rest()
+        self._reads_head, self._reads_body = False, True
+        self._num_unread_bytes = 0
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """A part of the body. Behind the answer it is discarded, up to a limit."""
+        if self._ignores or self.transport.is_closing():
+            return
+        super().on_body(body)
+        if self.cycle.response_complete:
+            self._leave_unread(len(body))
+
+    def on_message_complete(self) -> None:
+        """The request is complete."""
+        if self._ignores or self.transport.is_closing():
+            return
+        self._rest()
+        self._reads_head, self._reads_body, self._is_complete = True, False, True
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """The answer is written; what is left of its request must come soon."""
+        super().on_response_complete()
+        if self._reads_body and not self.transport.is_closing():
+            self._end_after(self._limits.max_stall_seconds)
+
+    def _refuse_head(self) -> None:
+        if not self._ignores and not self.transport.is_closing():
+            limit = f"the request's head must have at most {self._limits.max_head_bytes} bytes"
+            self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, limit)
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuses what is not HTTP. Behind a request that is being answered it is ignored, in its body the last."""
+        if self.cycle is None or self.cycle.response_complete:
+            if not self.transport.is_closing():
+                self._refuse(HTTPStatus.BAD_REQUEST, msg)
+        elif self._reads_body:
+            self.transport.abort()
+        else:
+            self._ignores, self.cycle.keep_alive = True, False
+
+    def _refuse(self, status: HTTPStatus, message: str) -> None:
+        error = {"message": message, "type": "invalid_request_error", "param": None, "code": "malformed_request"}
+        body = json.dumps({"error": error}).encode()
+        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+        self.transport.write(STATUS_LINE[status] + head + body)
+        self.transport.close()
+
+    def _leave_unread(self, num_bytes: int) -> None:
+        self._num_unread_bytes += num_bytes
+        if self._num_unread_bytes > self._limits.max_unread_bytes:
+            self.transport.abort()
+
+    def _end_after(self, seconds: float) -> None:
+        """Ends the connection unless what it waits for comes in time."""
+        self._rest()
+        self._timer = self.loop.call_later(seconds, self.transport.abort)
+
+    def _rest(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

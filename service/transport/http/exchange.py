@@ -1,0 +1,169 @@
+"""One request and its answer on a connection: ASGI's messages with our limits of time.
+
+read body ──> watch for a client that leaves ──> status line, events ──> the last bytes
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Iterable, MutableMapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from service.errors import ClientStalled, InvalidRequest
+from service.transport.http.failures import Refusal
+from service.transport.places import current_place
+
+JSON, EVENTS = "application/json", "text/event-stream"
+# The part of an answer that the connection takes at once: more waits until the client has taken it.
+_PART_BYTES = 64 << 10
+
+Message = MutableMapping[str, Any]
+
+
+class Exchange:
+    """Has what tracers and admission ask of a call, too (`CallContext`).
+
+    Args:
+        scope, receive, send: ASGI's.
+        max_stall_seconds: how long the client may take no bytes.
+    """
+
+    def __init__(self, scope: Message, receive: Any, send: Any, max_stall_seconds: float) -> None:
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self._headers = tuple((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"])
+        host, port = scope["client"] or ("", 0)
+        self._peer = f"ipv6:%5B{host}%5D:{port}" if ":" in host else f"ipv4:{host}:{port}"
+        self._abort: Callable[[], None] = scope["state"]["abort"]
+        self._receive = receive
+        self._send = send
+        self._max_stall_seconds = max_stall_seconds
+        self.is_gone = self.has_started = self.is_last = False
+        self.headers: list[tuple[str, str]] = []
+
+    def invocation_metadata(self) -> Iterable[tuple[str, str | bytes]]:
+        """The headers, names in lower case."""
+        return self._headers
+
+    def peer(self) -> str:
+        """The client's address, as gRPC spells it."""
+        return self._peer
+
+    def header(self, name: str) -> str | None:
+        """A header; None where it is absent.
+
+        Raises:
+            InvalidRequest: when it occurs several times.
+        """
+        found = [value for each, value in self._headers if each == name]
+        if len(found) > 1:
+            raise InvalidRequest(name, len(found), "must be given once")
+        return found[0] if found else None
+
+    def announced_bytes(self, limit: int) -> None:
+        """Refuses a body whose announced length is beyond the limit, before any of it is read."""
+        length = self.header("content-length")
+        if length is not None and length.isdecimal() and int(length[:20]) > limit:
+            raise Refusal(413, "body", f"must have at most {limit} bytes, has {length[:20]}")
+
+    async def body(self, limit: int, came: Callable[[int], None]) -> bytes:
+        """The request's body; `came` hears of each part's bytes.
+
+        Raises:
+            Refusal: once it exceeds the limit.
+            asyncio.CancelledError: when the client leaves before its end.
+        """
+        parts, num_bytes, has_more = [], 0, True
+        while has_more:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                self.is_gone = True
+                raise asyncio.CancelledError
+            parts.append(message["body"])
+            num_bytes, has_more = num_bytes + len(message["body"]), message["more_body"]
+            came(len(message["body"]))
+            if num_bytes > limit:
+                raise Refusal(413, "body", f"must have at most {limit} bytes, has {num_bytes} or more")
+        return b"".join(parts)
+
+    @asynccontextmanager
+    async def watched(self) -> AsyncIterator[None]:
+        """Cancels the task in the block when the client leaves, as gRPC does."""
+        task = asyncio.current_task()
+        assert task is not None  # noqa: S101 (this is a coroutine)
+
+        async def watch() -> None:
+            while (await self._receive())["type"] != "http.disconnect":
+                pass
+            self.is_gone = True
+            task.cancel()
+
+        watching = asyncio.ensure_future(watch())
+        try:
+            yield
+        finally:
+            watching.cancel()
+
+    async def event(self, value: Any, name: str = "") -> None:
+        """Sends a server-sent event, behind the status line if it is the first."""
+        if not self.has_started:
+            await self._start(200, EVENTS, [("cache-control", "no-store"), ("x-accel-buffering", "no")])
+        await self._write(encode_event(value, name), has_more=True)
+
+    async def answer(self, status: int, data: bytes, headers: Iterable[tuple[str, str]] = ()) -> None:
+        """Sends the whole answer, JSON."""
+        await self._start(status, JSON, [("content-length", str(len(data))), *headers])
+        await self.end(data)
+
+    async def end(self, data: bytes = b"") -> None:
+        """Sends the last bytes."""
+        await self._write(data, has_more=False)
+
+    def abort(self) -> None:
+        """Ends the connection at once."""
+        self._abort()
+
+    async def _start(self, status: int, kind: str, headers: Iterable[tuple[str, str]]) -> None:
+        self.has_started = True
+        own = [("content-type", kind), *headers, *self.headers]
+        if self.is_last:
+            own.append(("connection", "close"))
+        encoded = [(name.encode(), value.encode("latin-1")) for name, value in own]
+        await self._sent({"type": "http.response.start", "status": status, "headers": encoded})
+
+    async def _write(self, data: bytes, *, has_more: bool) -> None:
+        if (place := current_place()) is not None:
+            await place.answer(len(data), self._max_stall_seconds)
+        for at in range(0, max(1, len(data)), _PART_BYTES):
+            is_rest = at + _PART_BYTES >= len(data)
+            part = data[at : at + _PART_BYTES]
+            await self._sent({"type": "http.response.body", "body": part, "more_body": has_more or not is_rest})
+        if place is not None:
+            place.answered()
+
+    async def _sent(self, message: Message) -> None:
+        """Hands a message over, and before that waits until the client has taken enough of the earlier ones.
+
+        Raises:
+            ClientStalled: when it does not for too long.
+        """
+        try:
+            async with asyncio.timeout(self._max_stall_seconds) as stall:
+                await self._send(message)
+        except TimeoutError as error:
+            if not stall.expired():
+                raise
+            raise ClientStalled(self._max_stall_seconds) from error
+
+
+def encode(value: Any) -> bytes:
+    """Compact JSON in UTF-8."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
+def encode_event(value: Any, name: str = "") -> bytes:
+    """A server-sent event."""
+    head = f"event: {name}\n".encode() if name else b""
+    return b"%sdata: %s\n\n" % (head, encode(value))

@@ -1,0 +1,174 @@
+"""Bodies of `/v1/chat/completions` and `/v1/completions` to requests of ours; `fields` has what both have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from onward.v1 import generation_pb2 as pb
+from service.errors import InvalidRequest, UnsupportedFeature
+from service.transport.http.fields import BEAMS, PATHS, refuse_others, set_field, set_fields, take
+
+CHAT_PATHS = {**PATHS, "max_completion_tokens": "stopping.max_tokens"}
+_OWN = ("stream", "stream_options", "return_token_ids", "logprobs", BEAMS)
+# Labels of a request for its sender: checked, and of no effect on the answer.
+LABELS = ("user", "safety_identifier", "prompt_cache_key")
+
+# What is to come with structured output: these fields are refused unless they ask for nothing.
+STRUCTURED: Mapping[str, tuple[Any, ...]] = {
+    "response_format": ({"type": "text"},),
+    "tools": ([],),
+    "tool_choice": ("none",),
+}
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    **STRUCTURED,
+    "modalities": (["text"],),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+}
+_UNSUPPORTED = (
+    "audio", "function_call", "functions", "metadata", "moderation", "parallel_tool_calls", "prediction",
+    "prompt_cache_options", "prompt_cache_retention", "reasoning_effort", "verbosity", "web_search_options",
+)  # fmt: skip
+_NOT_OF_COMPLETIONS = ("suffix", "response_format", "prompt_logprobs")
+_NOT_OF_MESSAGES = (
+    "name", "audio", "function_call", "refusal", "tool_calls", "tool_call_id", "reasoning", "reasoning_content",
+    "annotations",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A request as gRPC takes it, and what its answer looks like.
+
+    `num_top` is the number of alternatives per token; `echoed` are fields that a response repeats.
+    """
+
+    request: pb.GenerateRequest
+    is_streamed: bool = False
+    includes_usage: bool = False
+    returns_token_ids: bool = False
+    num_top: int | None = None
+    echoed: Mapping[str, Any] = field(default_factory=dict)
+
+
+def decode_chat(values: Mapping[str, Any]) -> Asked:
+    """A chat completion.
+
+    Raises:
+        InvalidRequest, UnsupportedFeature: naming the first field that is wrong.
+    """
+    known = {*CHAT_PATHS, *_OWN, *LABELS, "messages", "top_logprobs"}
+    refuse_others(values, known, _NEUTRAL, _UNSUPPORTED)
+    if values.get("max_tokens") is not None and values.get("max_completion_tokens") is not None:
+        raise InvalidRequest("max_tokens", values["max_tokens"], "must not be set with max_completion_tokens")
+    request = pb.GenerateRequest()
+    add_messages(request, values.get("messages"), "messages")
+    wants_logprobs = take(values, "logprobs", bool, "true or false") or False
+    num_top: int | None = take(values, "top_logprobs", int, "an integer")
+    if num_top is not None and not wants_logprobs:
+        raise InvalidRequest("top_logprobs", num_top, "means nothing without logprobs")
+    if wants_logprobs:
+        num_top = num_top or 0
+        set_field(request, "response.logprobs", "top_logprobs", num_top)
+    return _finish(request, values, CHAT_PATHS, num_top)
+
+
+def decode_completion(values: Mapping[str, Any]) -> Asked:
+    """A completion of a prompt, or an encoder-decoder's transformation of it.
+
+    Raises:
+        InvalidRequest, UnsupportedFeature: naming the first field that is wrong.
+    """
+    neutral = {"echo": (False,), "best_of": (_count(values),)}
+    refuse_others(values, {*PATHS, *_OWN, *LABELS, "prompt"}, neutral, (*_UNSUPPORTED, *_NOT_OF_COMPLETIONS))
+    request = pb.GenerateRequest()
+    _add_prompt(request, values.get("prompt"))
+    num_top: int | None = take(values, "logprobs", int, "an integer")
+    if num_top is not None:
+        set_field(request, "response.logprobs", "logprobs", num_top)
+    return _finish(request, values, PATHS, num_top)
+
+
+def _count(values: Mapping[str, Any]) -> Any:
+    return 1 if values.get("n") is None else values["n"]
+
+
+def _finish(
+    request: pb.GenerateRequest, values: Mapping[str, Any], paths: Mapping[str, str], num_top: int | None
+) -> Asked:
+    set_fields(request, values, paths)
+    for name in LABELS:
+        take(values, name, str, "a string")
+    is_streamed = take(values, "stream", bool, "true or false") or False
+    options = take(values, "stream_options", dict, "an object") or {}
+    if options and not is_streamed:
+        raise InvalidRequest("stream_options", options, "means nothing without stream")
+    # Padding against observers of lengths: none is sent.
+    refuse_others(options, ("include_usage",), {"include_obfuscation": (False,)}, (), "stream_options")
+    return Asked(
+        request=request,
+        is_streamed=is_streamed,
+        includes_usage=take(options, "include_usage", bool, "true or false") or False,
+        returns_token_ids=take(values, "return_token_ids", bool, "true or false") or False,
+        num_top=num_top,
+    )
+
+
+def add_messages(request: pb.GenerateRequest, value: Any, name: str) -> None:
+    """Adds a conversation; each content is text, or parts of it that are joined by line breaks, as vLLM does."""
+    if not isinstance(value, list) or not value:
+        raise InvalidRequest(name, value, "must be a list of at least 1 message")
+    for index, each in enumerate(value):
+        place = f"{name}[{index}]"
+        if not isinstance(each, dict):
+            raise InvalidRequest(place, each, "must be an object")
+        refuse_others(each, ("role", "content"), {}, _NOT_OF_MESSAGES, place)
+        message = request.chat.messages.add()
+        set_text(message, "role", each.get("role"), f"{place}.role")
+        set_text(message, "content", text_of(each.get("content"), f"{place}.content"), f"{place}.content")
+
+
+def text_of(content: Any, place: str, kinds: tuple[str, ...] = ("text",)) -> Any:
+    """The text of a message: itself, or its parts of these types."""
+    if not isinstance(content, list):
+        return content
+    texts = []
+    for index, part in enumerate(content):
+        where = f"{place}[{index}]"
+        if not isinstance(part, dict):
+            raise InvalidRequest(where, part, "must be an object")
+        if part.get("type") not in kinds:
+            raise UnsupportedFeature(f"{where}.type", f"must be {' or '.join(kinds)}, no other is supported")
+        refuse_others(part, ("type", "text"), {"annotations": ([],), "logprobs": ([],)}, (), where)
+        if not isinstance(part.get("text"), str):
+            raise InvalidRequest(f"{where}.text", part.get("text"), "must be a string")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def set_text(message: Any, field: str, value: Any, place: str) -> None:
+    """Sets a text of a message."""
+    if not isinstance(value, str):
+        raise InvalidRequest(place, value, "must be a string")
+    try:
+        setattr(message, field, value)
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(place, "a lone surrogate", "must be Unicode text") from error
+
+
+def _add_prompt(request: pb.GenerateRequest, value: Any) -> None:
+    """One text, or the ids of one; also as the only entry of a list."""
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
+        (value,) = value
+    if isinstance(value, str):
+        if not value:
+            raise InvalidRequest("prompt", value, "must not be empty")
+        set_text(request, "text", value, "prompt")
+    elif isinstance(value, list) and value and isinstance(value[0], str | list):
+        raise UnsupportedFeature("prompt", "must be one prompt, several are not supported: send a request for each")
+    elif isinstance(value, list) and value:
+        set_field(request, "token_ids.ids", "prompt", value)
+    else:
+        raise InvalidRequest("prompt", value, "must be a text or token ids, not empty")

@@ -1,0 +1,295 @@
+"""Hostile and broken clients of the HTTP transport: each is answered or cut off, and the server goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter
+
+from service.access import OpenAccess
+from service.config import ServeConfig
+from service.telemetry.tracing import NoTracer
+from service.transport.admission import OpenCalls
+from service.transport.http import connection
+from service.transport.http.calls import Calls, Request, Route
+from service.transport.http.failures import CLIENT_GONE
+from service.transport.http.server import HttpServer
+from service.transport.setup import transport_limits
+from tests.http_calls import ask, connect, read_answer, request_bytes, serving
+from tests.servers import CONFIG, Running, eventually
+
+COMPLETIONS = "/v1/completions"
+FIELDS: dict[str, Any] = {"prompt": "ab", "max_tokens": 2}
+DOCUMENTED = {200, 400, 401, 404, 405, 408, 413, 429, 431}
+
+
+async def is_well(server: Running) -> bool:
+    return (await ask(server, COMPLETIONS, FIELDS)).status == 200
+
+
+async def send(server: Running, data: bytes, most: int = -1) -> bytes:
+    """All that a client gets for some bytes; with `most`, what comes first of it."""
+    reader, writer = await connect(server)
+    try:
+        writer.write(data)
+        await writer.drain()
+        return await reader.read(most)
+    except ConnectionError:
+        return b""
+    finally:
+        writer.close()
+
+
+async def test_a_head_that_does_not_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "_HEAD_SECONDS", 0.2)
+    async with serving() as server:
+        for data in (b"", b"P", b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n", b"\r\n"):
+            assert await send(server, data) == b""
+        # The same behind an answer on the same connection; idle, it stays open.
+        reader, writer = await connect(server)
+        writer.write(request_bytes("/health"))
+        assert (await read_answer(reader)).status == 200
+        await asyncio.sleep(0.3)
+        writer.write(request_bytes("/health"))
+        assert (await read_answer(reader)).status == 200
+        writer.write(b"GET /he")
+        assert await reader.read() == b""
+        writer.close()
+        assert await is_well(server)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /health HTTP/1.1\r\n" + b"".join(b"x-%d: y\r\n" % index for index in range(4000)) + b"\r\n",
+        b"GET /health HTTP/1.1\r\nx: " + b"y" * (1 << 20),
+        b"GET /" + b"a" * (1 << 20),
+        b"GET /health HTTP/1.1\r\n" + b"y" * (1 << 20),
+    ],
+    ids=["many headers", "a long header", "a long path", "a long name"],
+)
+async def test_a_flood_in_the_head_is_refused(head: bytes) -> None:
+    async with serving() as server:
+        answer = await send(server, head)
+        assert answer == b"" or answer.startswith((b"HTTP/1.1 431 ", b"HTTP/1.1 400 "))
+        assert await is_well(server)
+
+
+async def test_a_large_body_is_refused_before_it_is_read_and_the_connection_goes_on() -> None:
+    async with serving(max_message_bytes=100_000) as server:
+        reader, writer = await connect(server)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\ncontent-length: 150000\r\n\r\n")
+        assert (await read_answer(reader)).status == 413  # nothing of it was sent
+        writer.write(b"x" * 150_000 + request_bytes(COMPLETIONS, FIELDS))
+        assert await reader.read() == b"", "as much as another body is discarded, then the connection ends"
+        writer.close()
+        chunk = b"8000\r\n" + b" " * 0x8000 + b"\r\n"
+        head = b"POST /v1/completions HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n"
+        reader, writer = await connect(server)
+        writer.write(head + 4 * chunk)
+        refused = await read_answer(reader)
+        assert (refused.status, refused.error["param"]) == (413, "body")
+        writer.write(b"0\r\n\r\n" + request_bytes(COMPLETIONS, FIELDS))
+        assert (await read_answer(reader)).status == 200
+        writer.close()
+
+
+async def test_a_body_that_does_not_come_is_ended() -> None:
+    async with serving(max_stall_seconds=0.3) as server:
+        reader, writer = await connect(server)
+        writer.write(request_bytes(COMPLETIONS, FIELDS)[:-5])
+        assert (await read_answer(reader)).status == 408
+        assert await reader.read() == b"", "its rest has as long again"
+        writer.close()
+        assert await is_well(server)
+
+
+async def test_what_is_pipelined_behind_a_request_is_not_served() -> None:
+    async with serving() as server:
+        twice = request_bytes(COMPLETIONS, FIELDS) + request_bytes(COMPLETIONS, {**FIELDS, "max_tokens": 1})
+        for rest in (b"", b"garbage \0\1\2", b"x" * 300_000):
+            answer = await send(server, twice + rest)
+            assert answer.count(b"HTTP/1.1 ") == 1
+            assert answer.startswith(b"HTTP/1.1 200 ")
+            assert json.loads(answer.partition(b"\r\n\r\n")[2])["usage"]["completion_tokens"] == 2
+        # A flood of it ends the connection at once.
+        endless = request_bytes(COMPLETIONS, {**FIELDS, "max_tokens": 200, "ignore_eos": True}) + b"GET / HTTP/1.1\r\n"
+        await send(server, endless + b"x" * (6 << 20))
+        await server.until_idle()
+        assert await is_well(server)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"", "must be a JSON object"),
+        (b"[]", "must be a JSON object"),
+        (b'{"prompt": "a", "prompt": "b"}', "'prompt' occurs twice"),
+        (b'{"temperature": NaN}', "NaN is no number"),
+        (b'{"seed": ' + b"9" * 5000 + b"}", "must be a JSON object"),
+        (b"[" * 100_000, "body: "),
+        (b'{"a":' * 5000 + b"1" + b"}" * 5000, "body: "),
+        (b'{"prompt": "\xff"}', "must be a JSON object in UTF-8"),
+        (b'{"prompt": [' + b"1," * 600_000 + b"1]}", "body: must have at most"),
+        (b'{"x": [' + b"{}," * 600_000 + b"1]}", "body: must have at most"),
+        (b'{"prompt": "' + b'\\"' * 600_000 + b'"}', "prompt: must have at most"),
+        (b'{"prompt": "' + b"\\\\" * 600_000, "must be a JSON object"),
+    ],
+    ids=lambda each: repr(each[:20]) if isinstance(each, bytes) else "",
+)
+async def test_json_that_is_none_or_too_much_is_refused(body: bytes, words: str) -> None:
+    async with serving() as server:
+        answer = await ask(server, COMPLETIONS, body)
+        assert answer.status == 400
+        assert words in answer.error["message"]
+
+
+async def test_paths_methods_and_headers_have_their_statuses() -> None:
+    async with serving() as server:
+        assert (await ask(server, "/nowhere", FIELDS)).status == 404
+        assert (await ask(server, "/v1/models/", None)).status == 404
+        assert (await ask(server, COMPLETIONS, None)).status == 405
+        assert (await ask(server, "/health", FIELDS)).status == 405
+        for headers in (
+            {"content-encoding": "gzip"},
+            {"content-type": "text/plain"},
+            {"x-request-timeout": "soon"},
+            {"x-request-timeout": "-1"},
+        ):
+            refused = await ask(server, COMPLETIONS, FIELDS, headers)
+            assert (refused.status, refused.error["param"]) == (400, *headers)
+        patient = request_bytes(COMPLETIONS, FIELDS, {"expect": "100-continue", "connection": "close"})
+        assert (await send(server, patient)).startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 ")
+
+
+async def test_connections_and_calls_are_bounded_and_health_is_still_answered() -> None:
+    async with serving(max_connections=3, max_concurrent_rpcs=2) as server:
+        half = [await connect(server) for _ in range(2)]
+        for _, writer in half:
+            writer.write(request_bytes(COMPLETIONS, FIELDS)[:-1])
+        await eventually(lambda: server.app._open_calls.num_open == 2)
+        full = await ask(server, COMPLETIONS, FIELDS)
+        assert (full.status, full.error["code"]) == (429, "rate_limit_exceeded")
+        assert (await ask(server, "/health")).status == 200
+        http: Any = server.app._http
+        await eventually(lambda: len(http._state.connections) == 2)
+        third = await connect(server)
+        await eventually(lambda: len(http._state.connections) == 3)
+        asked = request_bytes("/health", headers={"connection": "close"})
+        assert await send(server, asked) == b"", "a fourth connection is closed"
+        for _, writer in (*half, third):
+            writer.close()
+        await eventually(lambda: server.app._open_calls.num_open == 0)
+        assert await is_well(server)
+
+
+@asynccontextmanager
+async def answering(handler: Callable[[Request], Any], **changes: Any) -> AsyncIterator[tuple[Running, OpenCalls]]:
+    """An HTTP server whose only route is the handler's."""
+    config = ServeConfig(models=CONFIG.models, **changes)
+    handled = Counter("handled", "", ["http_route", "http_status"], registry=CollectorRegistry())
+    open_calls = OpenCalls()
+    routes = {"/": Route("GET", handler, "Generate"), "/it": Route("GET", handler, "Generate")}
+    calls = Calls(routes, handled, OpenAccess(), transport_limits(config), lambda: 1000, NoTracer(), open_calls)
+    server = HttpServer(calls, config)
+    port = await server.start("127.0.0.1", 0)
+    endpoint = type("Endpoint", (), {"host": "127.0.0.1", "http_port": port})
+    try:
+        yield type("Server", (), {"endpoint": endpoint}), open_calls  # type: ignore[misc]
+    finally:
+        await server.stop(1)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_client_that_reads_nothing_is_cut_off(*, streamed: bool) -> None:
+    async def handler(request: Request) -> bytes:
+        if streamed:
+            for _ in range(300):
+                await request.exchange.event("x" * (1 << 17))
+        return b"y" * (20 << 20)
+
+    async with answering(handler, max_stall_seconds=0.5) as (server, open_calls):
+        slow = socket.socket()
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.connect((server.endpoint.host, server.endpoint.http_port))
+        slow.sendall(request_bytes("/it"))
+        received = await asyncio.to_thread(read_all, slow)
+        await open_calls.wait_idle()
+        slow.close()
+        assert received < 20 << 20
+
+
+def read_all(slow: socket.socket) -> int:
+    """How many bytes still come, to a client that begins to read late, before the connection ends."""
+    time.sleep(2)
+    received = 0
+    with suppress(ConnectionError):
+        while part := slow.recv(1 << 16):
+            received += len(part)
+    return received
+
+
+async def test_a_client_that_takes_all_gets_all_of_a_large_answer() -> None:
+    async def handler(request: Request) -> bytes:
+        return b"y" * (5 << 20)
+
+    async with answering(handler) as (server, _):
+        assert (await ask(server, "/it")).body == b"y" * (5 << 20)
+
+
+def mutated(rng: random.Random) -> bytes:
+    """A request with something wrong, perhaps."""
+    values: dict[str, Any] = dict(FIELDS)
+    odd = [None, True, -1, 0, 1.5, 1e308, 2**70, "", "x", "\u0000", "é" * 9, [], [[]], {}, {"a": 1}, ["a"], [1, "b"]]
+    names = [
+        "prompt", "messages", "model", "max_tokens", "temperature", "top_p", "n", "stop", "seed", "logit_bias",
+        "stream", "stream_options", "logprobs", "top_logprobs", "user", "tools", "response_format", "priority",
+        "use_beam_search", "beam_size", "request_id", "timeout_seconds", "min_tokens", "stop_token_ids", "echo",
+        "unheard_of", "top_k",
+    ]  # fmt: skip
+    for _ in range(rng.randint(0, 3)):
+        values[rng.choice(names)] = rng.choice(odd)
+    path = rng.choice([COMPLETIONS, "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/models", "/health", "/x"])
+    data = bytearray(request_bytes(path, values, {"connection": "close"}, rng.choice([None, None, "GET", "PUT"])))
+    for _ in range(rng.choice([0, 0, 0, 1, 5])):
+        at = rng.randrange(len(data))
+        match rng.randrange(3):
+            case 0:
+                data[at] = rng.randrange(256)
+            case 1:
+                del data[at : at + rng.randint(1, 9)]
+            case _:
+                data[at:at] = rng.randbytes(rng.randint(1, 9))
+    return bytes(data)
+
+
+async def test_fuzzed_requests_have_documented_statuses(
+    pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(connection, "_HEAD_SECONDS", 0.3)
+    seen: set[int] = set()
+
+    async def one(server: Running, seed: int) -> None:
+        answer = await send(server, mutated(random.Random(seed)), 300)
+        if answer:
+            status = int(answer[9:12])
+            assert status in DOCUMENTED, (seed, answer)
+            seen.add(status)
+
+    async with serving(max_stall_seconds=0.3) as server:
+        num, together = pytestconfig.getoption("--fuzz") // 5, 64
+        for start in range(0, num, together):
+            await asyncio.gather(*(one(server, seed) for seed in range(start, min(num, start + together))))
+        await server.until_idle()
+        assert await is_well(server)
+    assert seen >= {200, 400, 404, 405}
+    assert "an unexpected error" not in caplog.text
+    assert CLIENT_GONE not in seen

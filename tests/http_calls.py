@@ -1,0 +1,101 @@
+"""Calls over HTTP to a server of `tests.servers`: openai-python's clients, and bytes as they are."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from openai import AsyncOpenAI
+
+from tests.integration.test_server_chat import TEMPLATE
+from tests.servers import Running, running, served_model
+
+POLITE: dict[str, Any] = {"chat": TEMPLATE, "context": 256}
+"""A model that has a chat template."""
+MESSAGES: Any = [{"role": "user", "content": "ab"}]
+
+
+@asynccontextmanager
+async def serving(served: Any = None, **changes: Any) -> AsyncIterator[Running]:
+    """A server with both transports; by default over one model with a chat template."""
+    async with running(served or [served_model(**POLITE)], http_port=0, **changes) as server:
+        yield server
+
+
+@asynccontextmanager
+async def openai(server: Running, api_key: str = "none", **options: Any) -> AsyncIterator[AsyncOpenAI]:
+    """openai-python's client, without retries."""
+    async with AsyncOpenAI(base_url=f"{url(server)}/v1", api_key=api_key, max_retries=0, **options) as client:
+        yield client
+
+
+def url(server: Running) -> str:
+    return f"http://{server.endpoint.host}:{server.endpoint.http_port}"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        error: dict[str, Any] = self.json["error"]
+        return error
+
+    @property
+    def events(self) -> list[Any]:
+        """The events of a stream, without the mark of its end."""
+        lines = [line for line in self.body.decode().split("\n\n") if line]
+        assert lines.pop() == "data: [DONE]"
+        return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+async def connect(server: Running) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection(server.endpoint.host, server.endpoint.http_port)
+
+
+def request_bytes(
+    path: str, body: Any = None, headers: dict[str, str] | None = None, method: str | None = None
+) -> bytes:
+    """A request; `body` is JSON, or bytes as they are."""
+    data = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
+    lines = [f"{method or ('GET' if body is None else 'POST')} {path} HTTP/1.1", "host: test"]
+    given = {"content-length": str(len(data)), **(headers or {})}
+    lines += [f"{name}: {value}" for name, value in given.items()]
+    return "\r\n".join([*lines, "", ""]).encode() + data
+
+
+async def ask(
+    server: Running, path: str, body: Any = None, headers: dict[str, str] | None = None, method: str | None = None
+) -> Answer:
+    """One request on a connection of its own."""
+    reader, writer = await connect(server)
+    try:
+        writer.write(request_bytes(path, body, headers, method))
+        return await read_answer(reader)
+    finally:
+        writer.close()
+
+
+async def read_answer(reader: asyncio.StreamReader) -> Answer:
+    """The next answer on a connection."""
+    head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+    headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in head[1:] if line)}
+    body = b""
+    if headers.get("transfer-encoding") == "chunked":
+        while size := int(await reader.readuntil(b"\r\n"), 16):
+            body += (await reader.readexactly(size + 2))[:-2]
+        await reader.readexactly(2)
+    else:
+        body = await reader.readexactly(int(headers["content-length"]))
+    return Answer(int(head[0].split()[1]), headers, body)
