@@ -99,7 +99,8 @@ class Sampler:
             samples: which rows, and how.
 
         Returns:
-            Tokens; None for a row whose logits are not all finite, and for rows behind a rejected draft token.
+            Tokens; None for a row whose logits are not all finite, for one of which rules leave no token, and for rows
+            behind a rejected draft token.
         """
         if samples and samples[0].draft is not None:
             return self._sample_drafted(logits, samples)
@@ -132,7 +133,7 @@ class Sampler:
         return tuple(map(partial(_score_row, logits), scores))
 
     def expand(self, logits: Float32, beams: Sequence[BeamRow]) -> tuple[tuple[Expansion, ...] | None, ...]:
-        """The most probable continuations of each request's beams; None where some logits are not finite.
+        """The most probable continuations of each request's beams; None where logits are not finite or a grammar ends.
 
         Rules may mask tokens, even all, and must not change the others.
         """
@@ -146,6 +147,9 @@ class Sampler:
         chosen_from = row
         if sample.rules is not None and (chosen_from := sample.rules.apply(row)) is not row:
             argmax = int(chosen_from.argmax())
+            if chosen_from[argmax] == -np.inf:
+                sample.rules.report_empty()
+                return None
         is_greedy = sample.params.temperature < MIN_TEMPERATURE
         token_id = argmax if is_greedy else self._draw(chosen_from, sample, chosen_from[argmax])
         logprobs = None if sample.logprobs is None else compute_logprobs(row, token_id, sample.logprobs)
@@ -179,9 +183,10 @@ def _expand_beams(logits: Float32, beams: BeamRow) -> tuple[Expansion, ...] | No
     rows = [logits[slot] for slot in beams.slots]
     if not all(_is_finite(row) for row in rows):
         return None
-    return tuple(
+    expansions = tuple(
         _expand(row, rules, beams.num_candidates, beams.logprobs) for row, rules in zip(rows, beams.rules, strict=True)
     )
+    return None if any(rules is not None and rules.problem for rules in beams.rules) else expansions
 
 
 def _expand(row: Float32, rules: LogitsRules | None, num_candidates: int, num_top: int | None) -> Expansion:
