@@ -284,10 +284,16 @@ class LogitsRules:
         """Why a grammar cannot be followed any further; None where it can, and without one."""
         return None if self._tokens.matcher is None else self._tokens.matcher.problem
 
-    def report_empty(self) -> None:
-        """Notes that the rules left no token to choose."""
+    @property
+    def forced_tokens(self) -> tuple[int, ...]:
+        """The tokens that a grammar forces next, as far as it knows; another rule may choose otherwise."""
+        return () if self._tokens.matcher is None else self._tokens.matcher.forced()
+
+    def report_empty(self, problem: str | None = None) -> None:
+        """Notes that the rules left no token to choose, now or, by the `problem` of a fork, after draft tokens."""
         if self._tokens.matcher is not None:
-            self._tokens.matcher.problem = self.problem or "leaves no token that the model and the other rules allow"
+            other = "leaves no token that the model and the other rules allow"
+            self._tokens.matcher.problem = self.problem or problem or other
 
     def add(self, token_id: int) -> None:
         """Counts a generated token."""

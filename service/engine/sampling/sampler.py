@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -120,12 +120,24 @@ class Sampler:
         )
 
     def _sample_drafted(self, logits: Float32, samples: Sequence[SampleRow]) -> tuple[SampledToken | None, ...]:
-        """Samples tokens of one output up to the first that differs from its draft."""
+        """Samples tokens of one output up to the first that differs from its draft.
+
+        Its rules change when the step is committed: here a fork of them follows the accepted drafts.
+        """
         sampled: list[SampledToken | None] = []
+        own = samples[0].rules
+        rules = None if own is None else own.fork()
         for sample in samples:
-            sampled += self._sample_whole(logits, (sample,))
-            if sampled[-1] is None or sampled[-1].token_id != sample.draft:
+            (token,) = self._sample_whole(logits, (replace(sample, rules=rules),))
+            sampled.append(token)
+            if token is None and own is not None and rules is not None and rules.problem is not None:
+                own.report_empty(rules.problem)
+            if token is None or token.token_id != sample.draft:
                 break
+            if rules is not None:
+                rules.add(token.token_id)
+                if rules.is_complete:
+                    break
         return (*sampled, *(None,) * (len(samples) - len(sampled)))
 
     def score(self, logits: Float32, scores: Sequence[ScoreRow]) -> tuple[tuple[TokenLogprobs, ...] | None, ...]:
