@@ -125,6 +125,12 @@ class StructuredOutput:
         """The path of its field in the request."""
         return f"structured_output.{self.kind}"
 
+    @property
+    def num_bytes(self) -> int:
+        """The size of its texts."""
+        texts = (self.value,) if isinstance(self.value, str) else self.value
+        return sum(len(text.encode()) for text in texts)
+
 
 @dataclass(frozen=True, slots=True)
 class PromptScoring:

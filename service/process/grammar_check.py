@@ -21,7 +21,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 LIMITS: Mapping[str, Any] = {
@@ -197,8 +196,10 @@ class _Bytes:
         return list(text.encode() if isinstance(text, str) else text)
 
 
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+def _peak_bytes() -> int:
+    """The most memory that this process has had since it was forked."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _try(tokenizer: Any, grammar: str) -> tuple[str | None, int]:
@@ -208,11 +209,11 @@ def _try(tokenizer: Any, grammar: str) -> tuple[str | None, int]:
     limits = LLParserLimits(**LIMITS)
     # What all grammars need is in memory before this one is measured.
     _follow(LLMatcher(tokenizer, describe_grammar("json", ""), log_level=0, limits=limits))
-    before = _resident_bytes()
+    before = _peak_bytes()
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
     if matcher.is_error():
         return matcher.get_error(), 0
-    problem, num_bytes = _follow(matcher.deep_copy()), max(0, _resident_bytes() - before)
+    problem, num_bytes = _follow(matcher.deep_copy()), _peak_bytes() - before
     if problem is None and num_bytes > _MAX_BYTES:
         problem = f"takes more than {_MAX_BYTES >> 20} MiB"
     return problem, num_bytes

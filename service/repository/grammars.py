@@ -54,8 +54,7 @@ class Grammars:
         key = vocabulary, asked
         if (compiled := self._cached.pop(key, None)) is None:
             queue = self._queue = self._queue or self._start()
-            num_bytes = sum(len(text.encode()) for text in asked.value)
-            compiled = await queue.run(tenant, num_bytes, self._compile, vocabulary, asked)
+            compiled = await queue.run(tenant, asked.num_bytes, self._compile, vocabulary, asked)
             self._num_cached_bytes += compiled[1]
             # Another request may have compiled the same meanwhile.
             self._num_cached_bytes -= self._cached.pop(key, (None, 0))[1]
@@ -88,7 +87,7 @@ class Grammars:
 
     def _compile(self, vocabulary: Vocabulary, asked: StructuredOutput) -> _Compiled:
         """On a thread: the grammar, or why there is none; and about the bytes that it takes."""
-        num_bytes = _BASE_BYTES + 2 * sum(len(text.encode()) for text in asked.value)
+        num_bytes = _BASE_BYTES + 2 * asked.num_bytes
 
         def refuse(limit: str) -> _Compiled:
             return InvalidRequest(asked.field, asked.value, limit), num_bytes

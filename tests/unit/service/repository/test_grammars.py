@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 from unittest.mock import patch
 
 import pytest
+import tokenizers
+from tokenizers import decoders
 
+from model.spec.tokenizer import Tokenizer
 from service.engine.sampling.grammar import Vocabulary
 from service.errors import InvalidRequest, UnsupportedFeature
-from service.repository import grammars
+from service.process import grammar_check
+from service.repository import grammars, loading
 from service.repository.grammars import Grammars
+from tests.servers import letter_tokenizer, served_model
 from tests.structured import HOSTILE, VOCAB_SIZE, regex_of, schema_of, tokenizer, vocabulary
 
 
@@ -51,6 +57,16 @@ async def test_cache_forgets_what_was_used_longest_ago(compiler: Grammars) -> No
         assert await compiler.compile("", vocabulary(), regex_of("a+")) is grammar
     assert compiler._num_cached_bytes == sum(num_bytes for _, num_bytes in compiler._cached.values())
     assert await compiler.compile("", vocabulary(), regex_of("c+")) is not rare
+
+
+@pytest.mark.parametrize("decoder", [decoders.Fuse(), decoders.WordPiece()], ids=["fuse", "word-piece"])
+@pytest.mark.parametrize("is_installed", [False, True])
+def test_model_has_a_vocabulary_where_that_is_possible(decoder: Any, is_installed: bool) -> None:
+    inner = tokenizers.Tokenizer.from_str(letter_tokenizer().to_json())
+    inner.decoder = decoder
+    with patch.object(grammar_check, "find_spec", return_value=is_installed or None):
+        found = loading._vocabulary("m", Tokenizer(inner), served_model().manifest)
+    assert (found is not None) == (is_installed and isinstance(decoder, decoders.Fuse))
 
 
 async def test_model_without_a_vocabulary_is_refused_by_name(compiler: Grammars) -> None:

@@ -32,7 +32,7 @@ from service.engine.types import (
 )
 from service.errors import InvalidRequest
 from service.process.grammar_check import describe_grammar
-from tests.fakes import EOS, FakeRunner, drain, events_of, fake_engine, request
+from tests.fakes import EOS, FakeRunner, drain, events_of, fake_engine, request, tokens_of
 from tests.structured import HOSTILE, VOCAB_SIZE, compiled, draw_schema, regex_of, schema_of, tokenizer
 
 CONTEXT = 512
@@ -159,6 +159,20 @@ def test_outputs_are_the_same_alone_and_in_company(beams: BeamSearchParams | Non
         crowd.add_request(each)
     outputs = drain(crowd)
     assert [[(e.token_id, e.finish_reason) for e in events_of(outputs, each.request_id)] for each in requests] == alone
+
+
+def test_preempted_outputs_go_on_where_they_were() -> None:
+    requests = [asking(PERSON, f"p{seed}", seed) for seed in range(4)]
+    alone = [[each.token_id for each in answer(engine(), asked)] for asked in requests]
+    crowd = engine()
+    for asked in requests:
+        crowd.add_request(asked)
+    outputs = [crowd.step() for _ in range(6)]
+    for number in range(3):
+        crowd.add_request(request(f"urgent{number}", priority=1, max_tokens=5))
+    outputs += drain(crowd)
+    assert sum(output.stats.num_preemptions for output in outputs) > 0
+    assert [tokens_of(outputs, asked.request_id) for asked in requests] == alone
 
 
 def test_every_output_and_every_hypothesis_follows_the_grammar() -> None:
