@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.resources
 import json
 import random
 from collections.abc import Callable, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from model.spec.tokenizer import Tokenizer
@@ -39,6 +41,13 @@ def schema_of(schema: Any) -> StructuredOutput:
 
 def regex_of(expression: str) -> StructuredOutput:
     return StructuredOutput(StructureKind.REGEX, expression)
+
+
+def shipped_schemas(count: int) -> list[str]:
+    """Schemas that installed packages ship, of up to 60 KiB; always the same ones."""
+    folders = [Path(str(importlib.resources.files(name))) for name in ("check_jsonschema", "kubernetes_validate")]
+    files = sorted(path for folder in folders for path in folder.rglob("*.json") if path.stat().st_size <= 60 << 10)
+    return [path.read_text(encoding="utf-8") for path in random.Random(0).sample(files, count)]
 
 
 def draw_schema(source: random.Random, depth: int = 2) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from service.config import ServeConfig
 from service.engine.types import StructuredOutput, StructureKind
 from tests.artifacts import tiny_artifact
 from tests.servers import Running, connect, generate_request, read, status_of, stream_request
-from tests.structured import HOSTILE, draw_hostile, draw_schema, schema_of
+from tests.structured import HOSTILE, draw_hostile, draw_schema, schema_of, shipped_schemas
 
 CUT = pb.FINISH_REASON_LENGTH
 MAX_TOKENS = 300
@@ -75,6 +75,23 @@ async def test_outputs_are_valid_or_cut(server: Running, pytestconfig: pytest.Co
         for schema, (output,) in zip(some, await asyncio.gather(*calls), strict=True):
             num_whole += check(output, schema)
     assert num_whole > count / 2
+
+
+async def test_schemas_of_installed_packages_are_followed_or_refused_by_name(
+    server: Running, pytestconfig: pytest.Config
+) -> None:
+    num_whole = 0
+    for text in shipped_schemas(1500 if pytestconfig.getoption("--whole") else 40):
+        call = server.generation.Generate(asking(StructuredOutput(StructureKind.JSON_SCHEMA, text)))
+        if await call.code() != grpc.StatusCode.OK:
+            assert await call.code() == grpc.StatusCode.INVALID_ARGUMENT
+            assert str(await call.details()).startswith("structured_output.json_schema")
+            continue
+        (output,) = (await call).outputs
+        if output.finish_reason != CUT:
+            jsonschema.validate(json.loads(output.text), json.loads(text))
+            num_whole += 1
+    assert num_whole
 
 
 @pytest.mark.parametrize("seed", range(3))
