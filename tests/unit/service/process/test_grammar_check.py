@@ -7,10 +7,12 @@ import os
 import random
 import signal
 from collections.abc import Iterator
+from unittest.mock import patch
 
 import pytest
 
 from service.engine.types import StructuredOutput
+from service.process import grammar_check
 from service.process.grammar_check import GrammarCheck, describe_grammar, find_keyword
 from tests.structured import HOSTILE, draw_hostile, draw_schema, regex_of, schema_of
 
@@ -65,6 +67,18 @@ def test_child_that_is_killed_is_replaced() -> None:
     assert child is not None
     os.kill(child.pid, signal.SIGKILL)
     child.wait()
+    assert problem_of(check, FINE) is None
+    check.close()
+
+
+def test_child_that_does_not_answer_is_no_refusal() -> None:
+    check = GrammarCheck()
+    assert problem_of(check, FINE) is None
+    child = check._child
+    assert child is not None
+    os.kill(child.pid, signal.SIGSTOP)
+    with patch.object(grammar_check, "_MAX_WALL_SECONDS", 0.05), pytest.raises(OSError, match="did not answer"):
+        problem_of(check, FINE)
     assert problem_of(check, FINE) is None
     check.close()
 
