@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, TypedDict
 
@@ -60,6 +61,13 @@ class GenerateOptions(CallOptions, total=False):
     patience: float | None
     no_repeat_ngram_size: int | None
 
+    json_schema: str | Mapping[str, Any] | None
+    """JSON text, or what `json.dumps` makes such text of. At most one of these five is given."""
+    json: bool | None
+    regex: str | None
+    grammar: str | None
+    choice: Sequence[str] | None
+
     logprobs: int | None
     prompt_logprobs: int | None
     cost: bool | None
@@ -69,6 +77,7 @@ GROUPS: Mapping[str, type[Message]] = {
     "sampling": pb.SamplingParams,
     "stopping": pb.StoppingParams,
     "beam_search": pb.BeamSearchParams,
+    "structured_output": pb.StructuredOutput,
     "response": pb.ResponseOptions,
 }
 """Fields of a request that group options. Option names are unique over all groups."""
@@ -84,11 +93,20 @@ def generate(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
 
     Raises:
         TypeError: a value of a type that the field cannot hold, such as bytes for a prompt.
-        ValueError: an unknown option, or a number out of its field's range.
+        ValueError: an unknown option, a number out of its field's range, or several forms of a structured output.
     """
     given: dict[str, Any] = {
         name: value for name, value in options.items() if value is not None and name not in CallOptions.__annotations__
     }
+    schema, choice = given.get("json_schema"), given.get("choice")
+    if isinstance(schema, Mapping):
+        given["json_schema"] = json.dumps(schema)
+    if isinstance(choice, str):
+        raise TypeError("choice: must be a sequence of texts, got one text")
+    if choice is not None:
+        given["choice"] = pb.Choices(texts=choice)
+    if len(forms := given.keys() & pb.StructuredOutput.DESCRIPTOR.fields_by_name.keys()) > 1:
+        raise ValueError(f"only one form of a structured output may be given, got {', '.join(sorted(forms))}")
     for group, message in GROUPS.items():
         own = {name: given.pop(name) for name in message.DESCRIPTOR.fields_by_name if name in given}
         # Absent if empty: beam search refuses a request whose `sampling` is set.

@@ -29,6 +29,7 @@ from service.process.descriptors import allow_descriptors
 from service.process.text_pool import TextPool
 from service.repository.devices import artifact_folder
 from service.repository.entry import ModelEntry, Models
+from service.repository.grammars import Grammars
 from service.repository.kv_pool import KVPool
 from service.repository.library import Library
 from service.repository.loading import share_memory
@@ -178,7 +179,8 @@ class App:
         self._prompts = TextPool("prompts", _TOKENIZER_THREADS)
         # A thread of its own: calls that only tokenize wait in line and delay no prompt.
         self._texts = TextPool("texts", 1)
-        self._generator = Generator(self._engine, self._models, self._prompts)
+        self._grammars = Grammars()
+        self._generator = Generator(self._engine, self._models, self._prompts, self._grammars)
         self._explainer = Explainer(
             self._generator,
             self._models,
@@ -350,6 +352,7 @@ class App:
         await self._tracer.close(_CLOSING_SECONDS)
         for pool in (self._prompts, self._texts):
             pool.close()
+        self._grammars.close()
         self._explainer.close()
 
     async def _drain(self, hurry: asyncio.Event) -> None:

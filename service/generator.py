@@ -26,6 +26,7 @@ from service.engine.types import (
     SamplingArrays,
     SamplingParams,
     StoppingParams,
+    StructuredOutput,
     TokenEvent,
     TokenLogprobs,
 )
@@ -34,6 +35,7 @@ from service.forecasting.costing import Cost
 from service.forecasting.prediction import Estimate
 from service.process.text_pool import TextPool
 from service.repository.entry import Models
+from service.repository.grammars import Grammars
 from service.repository.models import Prompt, ServedModel, text_size
 from service.runtime.async_engine import AsyncEngine
 from service.runtime.stream import Place
@@ -59,6 +61,7 @@ class GenerateCall:
     priority: int
     timeout_seconds: float | None
     partial_on_deadline: bool
+    structured_output: StructuredOutput | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +114,13 @@ Part = Accepted | PromptScores | Piece | Finished | Outcome
 
 
 class Generator:
-    """Runs calls on the served models; `texts` tokenizes prompts."""
+    """Runs calls on the served models; `texts` tokenizes prompts, `grammars` compiles structured output."""
 
-    def __init__(self, engine: AsyncEngine, models: Models, texts: TextPool) -> None:
+    def __init__(self, engine: AsyncEngine, models: Models, texts: TextPool, grammars: Grammars) -> None:
         self._engine = engine
         self._models = models
         self._texts = texts
+        self._grammars = grammars
 
     async def run(
         self, call: GenerateCall, time_remaining: float | None, *, is_streamed: bool = True
@@ -224,8 +228,9 @@ class Generator:
     ) -> GenerationRequest:
         model.check_stop_token_ids(call.stopping.stop_token_ids)
         num_bytes = text_size(call.prompt) + text_size(call.target_prefix)
-        tenant = current_caller().tenant
+        tenant, asked = current_caller().tenant, call.structured_output
         token_ids, prefix_token_ids, arrays = await self._texts.run(tenant, num_bytes, _encode, model, call)
+        grammar = None if asked is None else await self._grammars.compile(tenant, model.vocabulary, asked)
         seconds = [limit for limit in (call.timeout_seconds, time_remaining) if limit is not None]
         return GenerationRequest(
             request_id=call.request_id,
@@ -242,6 +247,8 @@ class Generator:
             partial_on_deadline=call.partial_on_deadline,
             arrival_time=arrival,
             sampling_arrays=arrays,
+            structured_output=asked,
+            grammar=grammar,
         )
 
     async def _prepare_score(

@@ -70,7 +70,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--whole",
         action="store_true",
-        help="all that is sampled otherwise: mutants, set-ups of batch invariance",
+        help="all that is sampled otherwise: mutants, set-ups of batch invariance, hostile grammars, schemas",
     )
     for option, problem in requirements.OPTIONS.items():
         parser.addoption(option, action="store_true", help=f"fail, and do not skip, where {problem}")

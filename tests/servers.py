@@ -31,6 +31,7 @@ from service.app import App, Endpoint
 from service.config import ServeConfig
 from service.engine.engine import Engine
 from service.engine.interfaces import StepEngine
+from service.engine.sampling.grammar import Vocabulary
 from service.engine.scheduler import EngineLimits
 from service.repository.models import Parity, ServedModel
 from service.telemetry.tracing import Tracer
@@ -122,6 +123,7 @@ def served_model(
         output_tokenizer=tokenizer,
         golden_cases=(golden_case(encoder_decoder=encoder_decoder, error=golden_error),),
         chat=None if chat is None else Chat(ChatSettings(chat), tokenizer),
+        vocabulary=Vocabulary(tokenizer, VOCAB_SIZE, (EOS,)),
     )
 
 

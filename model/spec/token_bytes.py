@@ -7,9 +7,10 @@ are the text's.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
-_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_symbols() -> dict[str, int]:
@@ -23,21 +24,21 @@ _SYMBOLS = _byte_symbols()
 
 
 class Spelling:
-    """From a token's spelling to its bytes. `decoder` is that of a `tokenizer.json`."""
+    """From a token's spelling to its bytes. `decoder` is that of a `tokenizer.json`; `steps` are its parts in order."""
 
     def __init__(self, decoder: dict[str, Any] | None) -> None:
-        self._steps = _flattened(decoder)
-        kinds = {step["type"] for step in self._steps}
+        self.steps: Sequence[dict[str, Any]] = _flattened(decoder)
+        kinds = {step["type"] for step in self.steps}
         self._is_byte_level = "ByteLevel" in kinds
         self._has_byte_tokens = "ByteFallback" in kinds
 
     def to_bytes(self, spelling: str) -> bytes:
-        """The bytes of a token of the vocabulary; not of an added token, which is spelled as it is."""
+        """The bytes of a token that is no control token."""
         if self._is_byte_level and all(symbol in _SYMBOLS for symbol in spelling):
             return bytes(map(_SYMBOLS.__getitem__, spelling))
         if self._has_byte_tokens and (byte := _BYTE.fullmatch(spelling)):
             return bytes([int(byte.group(1), 16)])
-        for step in self._steps:
+        for step in self.steps:
             spelling = _decoded(step, spelling)
         return spelling.encode(errors="replace")
 

@@ -58,7 +58,7 @@ class Tokenizer:
         if self._may_spell_control_tokens():
             self._encoder = _mark(inner, self._control_spellings)
             self._encoder.encode_special_tokens = True
-        self._spelling = Spelling(json.loads(inner.to_str())["decoder"])
+        self._spelling = Spelling(None if inner.decoder is None else json.loads(inner.decoder.__getstate__()))
         vocabulary = inner.get_vocab(with_added_tokens=True)
         self._vocab_size = 1 + max(vocabulary.values(), default=-1)
         longest = max((len(spelling.encode()) for spelling in vocabulary), default=0)
@@ -165,9 +165,17 @@ class Tokenizer:
         return spelling
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of a token by itself, also of a part of a character; none for an id that does not exist."""
+        """The bytes of a token by itself, also of a part of a character; none for an id that does not exist.
+
+        A control token, which adds nothing to a text, has those of its spelling.
+        """
         spelling = self._inner.id_to_token(token_id) or ""
-        return spelling.encode() if spelling in self._added_spellings else self._spelling.to_bytes(spelling)
+        return spelling.encode() if spelling in self._control_spellings else self._spelling.to_bytes(spelling)
+
+    @property
+    def decoder_steps(self) -> Sequence[dict[str, Any]]:
+        """The steps of the decoder, as `tokenizer.json` describes them."""
+        return self._spelling.steps
 
     def _clean(self, text: str) -> str:
         """The text without marks, if the encoder would interpret them."""

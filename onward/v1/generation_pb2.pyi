@@ -38,7 +38,7 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     FINISH_REASON_END_OF_SEQUENCE: _FinishReason.ValueType  # 1
     """The model generated an end-of-sequence token."""
     FINISH_REASON_STOP: _FinishReason.ValueType  # 2
-    """A stop text or stop token id matched."""
+    """A stop text or stop token id matched, or the structured output is complete."""
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 3
     """`max_tokens` or the end of the context is reached."""
     FINISH_REASON_DEADLINE: _FinishReason.ValueType  # 4
@@ -54,7 +54,7 @@ FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
 FINISH_REASON_END_OF_SEQUENCE: FinishReason.ValueType  # 1
 """The model generated an end-of-sequence token."""
 FINISH_REASON_STOP: FinishReason.ValueType  # 2
-"""A stop text or stop token id matched."""
+"""A stop text or stop token id matched, or the structured output is complete."""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 3
 """`max_tokens` or the end of the context is reached."""
 FINISH_REASON_DEADLINE: FinishReason.ValueType  # 4
@@ -432,6 +432,77 @@ class BeamSearchParams(_message.Message):
 Global___BeamSearchParams: _TypeAlias = BeamSearchParams  # noqa: Y015
 
 @_typing.final
+class Choices(_message.Message):
+    """Texts to choose from."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The texts. Limit: at least one, none empty."""
+
+    def __init__(
+        self,
+        *,
+        texts: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["texts", b"texts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Choices: _TypeAlias = Choices  # noqa: Y015
+
+@_typing.final
+class StructuredOutput(_message.Message):
+    """The form that every output has: whole where its finish reason is FINISH_REASON_STOP or
+    FINISH_REASON_END_OF_SEQUENCE, a beginning of it where it is another, or where a stop ended it. Tokens that would leave
+    the form are masked. An output ends when nothing can follow. A form that takes too much time or memory, or that is not
+    supported, is INVALID_ARGUMENT; a schema's error names the keyword's place. UNIMPLEMENTED where the server or the
+    model's tokenizer does not support it.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JSON_SCHEMA_FIELD_NUMBER: _builtins.int
+    JSON_FIELD_NUMBER: _builtins.int
+    REGEX_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
+    json_schema: _builtins.str
+    """A JSON schema, as text. Limit: an object; keywords that are not supported are refused."""
+    json: _builtins.bool
+    """Any JSON value. Limit: true."""
+    regex: _builtins.str
+    """A regular expression for the whole output, in Rust's syntax, which has no look-around and no back-references."""
+    grammar: _builtins.str
+    """A grammar in Lark's notation (EBNF) as llguidance reads it; it begins with the rule `start`."""
+    @_builtins.property
+    def choice(self) -> Global___Choices:
+        """One of these texts."""
+
+    def __init__(
+        self,
+        *,
+        json_schema: _builtins.str = ...,
+        json: _builtins.bool = ...,
+        regex: _builtins.str = ...,
+        grammar: _builtins.str = ...,
+        choice: Global___Choices | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "form", b"form", "grammar", b"grammar", "json", b"json", "json_schema", b"json_schema", "regex", b"regex"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "form", b"form", "grammar", b"grammar", "json", b"json", "json_schema", b"json_schema", "regex", b"regex"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_form: _TypeAlias = _typing.Literal["json_schema", "json", "regex", "grammar", "choice"]  # noqa: Y015
+    _WhichOneofArgType_form: _TypeAlias = _typing.Literal["form", b"form"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_form) -> _WhichOneofReturnType_form | None: ...
+
+Global___StructuredOutput: _TypeAlias = StructuredOutput  # noqa: Y015
+
+@_typing.final
 class ResponseOptions(_message.Message):
     """What to report beside the text."""
 
@@ -491,6 +562,7 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
     PARTIAL_ON_DEADLINE_FIELD_NUMBER: _builtins.int
+    STRUCTURED_OUTPUT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Names the request in logs and answers. Default: the server generates one. Limit: configured length, not in flight."""
     model: _builtins.str
@@ -539,6 +611,10 @@ class GenerateRequest(_message.Message):
     def response(self) -> Global___ResponseOptions:
         """What to report beside the text. Default: its fields' defaults."""
 
+    @_builtins.property
+    def structured_output(self) -> Global___StructuredOutput:
+        """The form that outputs must have. Default: any text. Limit: no `stopping.ignore_eos` with `beam_search`."""
+
     def __init__(
         self,
         *,
@@ -555,10 +631,11 @@ class GenerateRequest(_message.Message):
         priority: _builtins.int = ...,
         timeout_seconds: _builtins.float | None = ...,
         partial_on_deadline: _builtins.bool = ...,
+        structured_output: Global___StructuredOutput | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_timeout_seconds", b"_timeout_seconds", "beam_search", b"beam_search", "chat", b"chat", "prompt", b"prompt", "response", b"response", "sampling", b"sampling", "stopping", b"stopping", "text", b"text", "timeout_seconds", b"timeout_seconds", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_timeout_seconds", b"_timeout_seconds", "beam_search", b"beam_search", "chat", b"chat", "prompt", b"prompt", "response", b"response", "sampling", b"sampling", "stopping", b"stopping", "structured_output", b"structured_output", "text", b"text", "timeout_seconds", b"timeout_seconds", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout_seconds", b"_timeout_seconds", "beam_search", b"beam_search", "chat", b"chat", "model", b"model", "partial_on_deadline", b"partial_on_deadline", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "response", b"response", "sampling", b"sampling", "stopping", b"stopping", "target_prefix", b"target_prefix", "text", b"text", "timeout_seconds", b"timeout_seconds", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout_seconds", b"_timeout_seconds", "beam_search", b"beam_search", "chat", b"chat", "model", b"model", "partial_on_deadline", b"partial_on_deadline", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "response", b"response", "sampling", b"sampling", "stopping", b"stopping", "structured_output", b"structured_output", "target_prefix", b"target_prefix", "text", b"text", "timeout_seconds", b"timeout_seconds", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__timeout_seconds: _TypeAlias = _typing.Literal["timeout_seconds"]  # noqa: Y015
     _WhichOneofArgType__timeout_seconds: _TypeAlias = _typing.Literal["_timeout_seconds", b"_timeout_seconds"]  # noqa: Y015
@@ -573,7 +650,7 @@ Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 
 @_typing.final
 class MatchedStop(_message.Message):
-    """What ended an output whose reason is FINISH_REASON_STOP."""
+    """What ended an output whose reason is FINISH_REASON_STOP; absent where its structured output is complete."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -684,7 +761,7 @@ class GenerationOutput(_message.Message):
 
     @_builtins.property
     def matched_stop(self) -> Global___MatchedStop:
-        """What matched, if the reason is FINISH_REASON_STOP."""
+        """What matched, if the reason is FINISH_REASON_STOP and a stop matched."""
 
     def __init__(
         self,
@@ -911,6 +988,7 @@ class GenerateStreamRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
     PARTIAL_ON_DEADLINE_FIELD_NUMBER: _builtins.int
+    STRUCTURED_OUTPUT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """See `GenerateRequest.request_id`."""
     model: _builtins.str
@@ -949,6 +1027,10 @@ class GenerateStreamRequest(_message.Message):
     def response(self) -> Global___ResponseOptions:
         """See `GenerateRequest.response`."""
 
+    @_builtins.property
+    def structured_output(self) -> Global___StructuredOutput:
+        """See `GenerateRequest.structured_output`."""
+
     def __init__(
         self,
         *,
@@ -965,10 +1047,11 @@ class GenerateStreamRequest(_message.Message):
         priority: _builtins.int = ...,
         timeout_seconds: _builtins.float | None = ...,
         partial_on_deadline: _builtins.bool = ...,
+        structured_output: Global___StructuredOutput | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_timeout_seconds", b"_timeout_seconds", "beam_search", b"beam_search", "chat", b"chat", "prompt", b"prompt", "response", b"response", "sampling", b"sampling", "stopping", b"stopping", "text", b"text", "timeout_seconds", b"timeout_seconds", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_timeout_seconds", b"_timeout_seconds", "beam_search", b"beam_search", "chat", b"chat", "prompt", b"prompt", "response", b"response", "sampling", b"sampling", "stopping", b"stopping", "structured_output", b"structured_output", "text", b"text", "timeout_seconds", b"timeout_seconds", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout_seconds", b"_timeout_seconds", "beam_search", b"beam_search", "chat", b"chat", "model", b"model", "partial_on_deadline", b"partial_on_deadline", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "response", b"response", "sampling", b"sampling", "stopping", b"stopping", "target_prefix", b"target_prefix", "text", b"text", "timeout_seconds", b"timeout_seconds", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout_seconds", b"_timeout_seconds", "beam_search", b"beam_search", "chat", b"chat", "model", b"model", "partial_on_deadline", b"partial_on_deadline", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "response", b"response", "sampling", b"sampling", "stopping", b"stopping", "structured_output", b"structured_output", "target_prefix", b"target_prefix", "text", b"text", "timeout_seconds", b"timeout_seconds", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__timeout_seconds: _TypeAlias = _typing.Literal["timeout_seconds"]  # noqa: Y015
     _WhichOneofArgType__timeout_seconds: _TypeAlias = _typing.Literal["_timeout_seconds", b"_timeout_seconds"]  # noqa: Y015

@@ -177,6 +177,7 @@ class ModelLimits(_message.Message):
     MAX_BEAM_SIZE_FIELD_NUMBER: _builtins.int
     KV_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     MAX_EXPLAIN_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_STRUCTURED_OUTPUT_BYTES_FIELD_NUMBER: _builtins.int
     max_prompt_tokens: _builtins.int
     """Longest prompt or source, in tokens."""
     max_generated_tokens: _builtins.int
@@ -213,6 +214,8 @@ class ModelLimits(_message.Message):
     """Memory for keys and values of all requests together, in bytes: the model's share of the server's budget."""
     max_explain_tokens: _builtins.int
     """Most tokens of a prompt or source, and most of a decoder's, that `Explain` takes. 0 where it is not offered."""
+    max_structured_output_bytes: _builtins.int
+    """Most bytes of `structured_output`: of its schema, expression or grammar, or of its choices together."""
     def __init__(
         self,
         *,
@@ -234,10 +237,11 @@ class ModelLimits(_message.Message):
         max_beam_size: _builtins.int = ...,
         kv_memory_bytes: _builtins.int = ...,
         max_explain_tokens: _builtins.int = ...,
+        max_structured_output_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_memory_bytes", b"kv_memory_bytes", "max_batch_size", b"max_batch_size", "max_beam_size", b"max_beam_size", "max_detokenize_tokens", b"max_detokenize_tokens", "max_explain_tokens", b"max_explain_tokens", "max_generated_tokens", b"max_generated_tokens", "max_logit_bias", b"max_logit_bias", "max_logprobs", b"max_logprobs", "max_message_bytes", b"max_message_bytes", "max_outputs", b"max_outputs", "max_prompt_tokens", b"max_prompt_tokens", "max_queue_size", b"max_queue_size", "max_request_id_length", b"max_request_id_length", "max_stop_string_length", b"max_stop_string_length", "max_stop_strings", b"max_stop_strings", "max_stop_token_ids", b"max_stop_token_ids", "max_target_prefix_tokens", b"max_target_prefix_tokens", "max_tokenize_bytes", b"max_tokenize_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_memory_bytes", b"kv_memory_bytes", "max_batch_size", b"max_batch_size", "max_beam_size", b"max_beam_size", "max_detokenize_tokens", b"max_detokenize_tokens", "max_explain_tokens", b"max_explain_tokens", "max_generated_tokens", b"max_generated_tokens", "max_logit_bias", b"max_logit_bias", "max_logprobs", b"max_logprobs", "max_message_bytes", b"max_message_bytes", "max_outputs", b"max_outputs", "max_prompt_tokens", b"max_prompt_tokens", "max_queue_size", b"max_queue_size", "max_request_id_length", b"max_request_id_length", "max_stop_string_length", b"max_stop_string_length", "max_stop_strings", b"max_stop_strings", "max_stop_token_ids", b"max_stop_token_ids", "max_structured_output_bytes", b"max_structured_output_bytes", "max_target_prefix_tokens", b"max_target_prefix_tokens", "max_tokenize_bytes", b"max_tokenize_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -265,6 +269,7 @@ class ModelCapabilities(_message.Message):
     SCORING_FIELD_NUMBER: _builtins.int
     EXPLAIN_FIELD_NUMBER: _builtins.int
     MIN_TOKENS_FIELD_NUMBER: _builtins.int
+    STRUCTURED_OUTPUT_FIELD_NUMBER: _builtins.int
     streaming: _builtins.bool
     """`GenerateStream`."""
     sampling: _builtins.bool
@@ -299,6 +304,8 @@ class ModelCapabilities(_message.Message):
     """`Explain`: the artifact has the graph that it needs."""
     min_tokens: _builtins.bool
     """`stopping.min_tokens`."""
+    structured_output: _builtins.bool
+    """`structured_output`: the server has llguidance, and the bytes of the tokenizer's tokens are known."""
     def __init__(
         self,
         *,
@@ -318,10 +325,11 @@ class ModelCapabilities(_message.Message):
         scoring: _builtins.bool = ...,
         explain: _builtins.bool = ...,
         min_tokens: _builtins.bool = ...,
+        structured_output: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beam_search", b"beam_search", "chat", b"chat", "cost", b"cost", "explain", b"explain", "logit_control", b"logit_control", "logprobs", b"logprobs", "min_tokens", b"min_tokens", "multiple_outputs", b"multiple_outputs", "partial_on_deadline", b"partial_on_deadline", "penalties", b"penalties", "priority", b"priority", "sampling", b"sampling", "scoring", b"scoring", "stop_strings", b"stop_strings", "streaming", b"streaming", "target_prefix", b"target_prefix"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beam_search", b"beam_search", "chat", b"chat", "cost", b"cost", "explain", b"explain", "logit_control", b"logit_control", "logprobs", b"logprobs", "min_tokens", b"min_tokens", "multiple_outputs", b"multiple_outputs", "partial_on_deadline", b"partial_on_deadline", "penalties", b"penalties", "priority", b"priority", "sampling", b"sampling", "scoring", b"scoring", "stop_strings", b"stop_strings", "streaming", b"streaming", "structured_output", b"structured_output", "target_prefix", b"target_prefix"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -26,6 +26,8 @@ def ask(config: AskConfig, out: TextIO = sys.stdout, err: TextIO = sys.stderr) -
     # Beam search excludes `n`.
     if config.beam_size:
         given["num_hypotheses"] = given.pop("n")
+    if config.json_schema is not None:
+        given["json_schema"] = config.json_schema.read_text(encoding="utf-8")
     prompt: Prompt = config.text
     if config.chat or config.system is not None:
         prompt = conversation(config, ("user", config.text))

@@ -28,6 +28,7 @@ _request = partial(Option, "request")
 _sampling = partial(Option, "sampling")
 _stopping = partial(Option, "stopping")
 _beams = partial(Option, "beam search")
+_form = partial(Option, "structured output")
 _output = partial(Option, "output")
 
 
@@ -124,6 +125,11 @@ class AskConfig(GenerationConfig):
     ] = False
     target_prefix: Annotated[
         str | None, _request("forced beginning of an encoder-decoder's answer, which is not printed", nonempty)
+    ] = None
+    json_schema: Annotated[Path | None, _form("file of a JSON schema that the answer follows", file)] = None
+    regex: Annotated[str | None, _form("regular expression that the whole answer matches", nonempty)] = None
+    choice: Annotated[
+        tuple[str, ...] | None, _form('the possible answers as a JSON list, as in ["yes", "no"]', texts)
     ] = None
     stream: Annotated[bool, _output("print the text as it is generated", boolean)] = False
     n: Annotated[int | None, _sampling("answers to generate; default: 1", integer(1, 1024))] = None

@@ -107,6 +107,9 @@ class RequestLimits:
     ] = 16
     max_logprobs: Annotated[int, _limits("most alternatives per token in response.logprobs", integer(0, 1000))] = 20
     max_request_id_length: Annotated[int, _limits("longest request_id in characters", integer(32, 4096))] = 128
+    max_structured_output_bytes: Annotated[int, _limits("longest structured_output in bytes", integer(1, 1 << 20))] = (
+        64 << 10
+    )
     max_tokenize_bytes: Annotated[int, _limits("longest text of Tokenize in bytes", integer(1, 1 << 30))] = 256 << 10
     max_detokenize_tokens: Annotated[int, _limits("most token ids of Detokenize", integer(1, 2**31 - 1))] = 64 << 10
     max_explain_tokens: Annotated[

@@ -4,7 +4,8 @@ Names and definitions are vLLM's (v1: `Sampler.forward`, `SamplingParams`), with
 al., 2019 (CTRL, section 4.1) and OpenAI's presence and frequency penalties. The order is bias, repetition, frequency
 and presence penalty, then masks; temperature comes later. vLLM masks first; the outcome is the same, and here
 arithmetic meets finite numbers only. `no_repeat_ngram_size` is Hugging Face's rule (after Paulus et al., 2017). The
-model's own rules (`model.spec.generation`) come after the request's, and forced tokens last.
+model's own rules (`model.spec.generation`) come after the request's, a grammar's mask among them, and forced tokens
+last.
 
 A rule depends on the request and its own tokens only. Knows no slots, no sampling and no text.
 """
@@ -14,13 +15,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from model.spec.generation import GenerationRules
 from service.engine.types import BeamSearchParams, SamplingArrays, SamplingParams, StoppingParams
+
+if TYPE_CHECKING:
+    from service.engine.sampling.grammar import Matcher
 
 Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
@@ -74,10 +78,14 @@ class TokenHistory:
     Args:
         seen: tokens that were given rather than generated.
         ngrams: n-grams of the given tokens, where a rule needs them.
+        matcher: how far the generated tokens have followed a grammar, where there is one.
     """
 
-    def __init__(self, seen: Iterable[int] = (), ngrams: NgramIndex | None = None) -> None:
+    def __init__(
+        self, seen: Iterable[int] = (), ngrams: NgramIndex | None = None, matcher: Matcher | None = None
+    ) -> None:
         self.ngrams = ngrams
+        self.matcher = matcher
         self.num_generated = 0
         self._places = {token_id: place for place, token_id in enumerate(dict.fromkeys(seen))}
         capacity = max(_MIN_CAPACITY, 2 * len(self._places))
@@ -106,10 +114,15 @@ class TokenHistory:
         self.num_generated += 1
         if self.ngrams is not None:
             self.ngrams.add(token_id)
+        if self.matcher is not None:
+            self.matcher.add(token_id)
 
     def fork(self) -> TokenHistory:
         """An independent copy."""
-        copy = TokenHistory(ngrams=None if self.ngrams is None else self.ngrams.fork())
+        copy = TokenHistory(
+            ngrams=None if self.ngrams is None else self.ngrams.fork(),
+            matcher=None if self.matcher is None else self.matcher.fork(),
+        )
         copy._places = self._places.copy()
         copy._token_ids, copy._counts = self._token_ids.copy(), self._counts.copy()
         copy.num_generated = self.num_generated
@@ -205,6 +218,17 @@ class _NoRepeatNgrams:
             row[list(tokens.ngrams.followers)] = -np.inf
 
 
+class _GrammarMask:
+    """Masks the tokens that the grammar forbids: all of them if it cannot be followed any further."""
+
+    def is_idle(self, tokens: TokenHistory) -> bool:
+        return tokens.matcher is None
+
+    def apply(self, row: Float32, tokens: TokenHistory) -> None:
+        if tokens.matcher is not None:
+            tokens.matcher.mask(row)
+
+
 @dataclass(frozen=True, slots=True)
 class _ForcedToken:
     """Masks all tokens but one, which may have been masked itself, after `place` generated tokens."""
@@ -224,8 +248,8 @@ class LogitsRules:
     """One sequence's rules, and the tokens that they depend on.
 
     Args:
-        transforms: in the order in which they apply. They must leave a token to a row that is sampled; a beam may be
-            left with none.
+        transforms: in the order in which they apply. Without a grammar they must leave a token to a row that is
+            sampled; a beam may be left with none.
         tokens: what the sequence begins with.
         renormalize: whether a beam search takes log-probabilities from what the rules leave.
     """
@@ -249,6 +273,27 @@ class LogitsRules:
     def is_idle(self) -> bool:
         """Whether no rule changes the next token's logits."""
         return all(transform.is_idle(self._tokens) for transform in self._transforms)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether a grammar allows no more text."""
+        return self._tokens.matcher is not None and self._tokens.matcher.is_complete
+
+    @property
+    def problem(self) -> str | None:
+        """Why a grammar cannot be followed any further; None where it can, and without one."""
+        return None if self._tokens.matcher is None else self._tokens.matcher.problem
+
+    @property
+    def forced_tokens(self) -> tuple[int, ...]:
+        """The tokens that a grammar forces next, as far as it knows; another rule may choose otherwise."""
+        return () if self._tokens.matcher is None else self._tokens.matcher.forced()
+
+    def report_empty(self, problem: str | None = None) -> None:
+        """Notes that the rules left no token to choose, now or, by the `problem` of a fork, after draft tokens."""
+        if self._tokens.matcher is not None:
+            other = "leaves no token that the model and the other rules allow"
+            self._tokens.matcher.problem = self.problem or problem or other
 
     def add(self, token_id: int) -> None:
         """Counts a generated token."""
@@ -305,6 +350,7 @@ def make_rules(
     decoder_prompt: Iterable[int],
     model_rules: Iterable[LogitsTransform] = (),
     arrays: SamplingArrays | None = None,
+    matcher: Matcher | None = None,
 ) -> LogitsRules | None:
     """The rules of a sampled request, None if there are none.
 
@@ -317,6 +363,7 @@ def make_rules(
             penalizes the end of sequence of models that start with it.)
         model_rules: the model's own (`make_model_rules`).
         arrays: `make_sampling_arrays(sampling)`, if that was called before.
+        matcher: of the grammar that the output must follow.
     """
     transforms: list[LogitsTransform] = []
     arrays = arrays or make_sampling_arrays(sampling)
@@ -333,11 +380,11 @@ def make_rules(
         )
     if arrays is not None and len(arrays.allowed_token_ids):
         transforms.append(_AllowedTokens(arrays.allowed_token_ids))
-    transforms.extend([*_make_min_tokens(stopping, eos_ids), *model_rules])
+    transforms.extend([*_make_min_tokens(stopping, eos_ids), *_make_mask(matcher), *model_rules])
     if not transforms:
         return None
     # Only the repetition penalty depends on the prompt.
-    return LogitsRules(tuple(transforms), TokenHistory(decoder_prompt if has_repetition else ()))
+    return LogitsRules(tuple(transforms), TokenHistory(decoder_prompt if has_repetition else (), matcher=matcher))
 
 
 def make_beam_rules(
@@ -346,6 +393,7 @@ def make_beam_rules(
     eos_ids: Iterable[int],
     decoder_prompt: Iterable[int],
     model_rules: Iterable[LogitsTransform] = (),
+    matcher: Matcher | None = None,
     *,
     renormalize: bool = False,
 ) -> LogitsRules | None:
@@ -354,7 +402,7 @@ def make_beam_rules(
     Args are those of `make_rules` and `LogitsRules`. N-grams of the decoder prompt count, as with Hugging Face's
     `generate` (which includes the start token) and, for a target prefix, with CTranslate2.
     """
-    transforms: list[LogitsTransform] = [*_make_min_tokens(stopping, eos_ids)]
+    transforms: list[LogitsTransform] = [*_make_min_tokens(stopping, eos_ids), *_make_mask(matcher)]
     ngrams = None
     if beam_search.no_repeat_ngram_size:
         ngrams = NgramIndex(beam_search.no_repeat_ngram_size, decoder_prompt)
@@ -362,7 +410,7 @@ def make_beam_rules(
     transforms.extend(model_rules)
     if not transforms:
         return None
-    return LogitsRules(tuple(transforms), TokenHistory(ngrams=ngrams), renormalize=renormalize)
+    return LogitsRules(tuple(transforms), TokenHistory(ngrams=ngrams, matcher=matcher), renormalize=renormalize)
 
 
 def make_model_rules(rules: GenerationRules, *, max_tokens: int, has_prefix: bool) -> tuple[LogitsTransform, ...]:
@@ -381,6 +429,10 @@ def make_model_rules(rules: GenerationRules, *, max_tokens: int, has_prefix: boo
     if rules.forced_last_id is not None:
         transforms.append(_ForcedToken(max_tokens - 1, rules.forced_last_id))
     return tuple(transforms)
+
+
+def _make_mask(matcher: Matcher | None) -> list[LogitsTransform]:
+    return [] if matcher is None else [_GrammarMask()]
 
 
 def _make_min_tokens(stopping: StoppingParams, eos_ids: Iterable[int]) -> list[LogitsTransform]:

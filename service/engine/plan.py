@@ -105,9 +105,9 @@ class StepPlan:
 
     @property
     def is_one_token(self) -> bool:
-        """Whether the step computes only the next token of one output, without rules, in slot 0."""
+        """Whether the step computes only the next token of one output in slot 0."""
         is_all = self._decode_slots == [0] and not (self._sources or self._short_prompts or self._prefills)
-        return is_all and not self._scores and len(self._samples) == 1 and self._samples[0].rules is None
+        return is_all and not self._scores and len(self._samples) == 1
 
     def add_drafts(self, drafts: tuple[int, ...]) -> None:
         """Verifies draft tokens together with the one token of the step (`is_one_token`)."""

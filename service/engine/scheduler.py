@@ -241,7 +241,7 @@ class Scheduler:
         else:
             sequence = planned.sampled[0]
             num_accepted = outputs.append_drafts(sequence, batch, sampled, now)
-            self.drafter.report(sequence, batch.num_draft_tokens, num_accepted)
+            self.drafter.report(batch.num_draft_tokens, num_accepted)
         for group, expansions in zip(planned.searched, expanded, strict=True):
             outputs.extend_beams(group, expansions, now)
         for group in self._deadlines.end_step(now, has_prompts=batch.has_prompts):

@@ -150,8 +150,10 @@ class Sequence:
         if group.first_token_time is None:
             group.first_token_time = now
         text, reason, matched = self._settle(token_id)
-        # A token that completes a stop string is not mute: some of its text may come before the string.
-        is_mute = reason is not None and not isinstance(matched, str) and group.is_mute(reason)
+        # A token that completes a stop string is not mute: some of its text may come before the string. Nor is one that
+        # completes a grammar, where nothing matched.
+        is_text_only = reason is FinishReason.STOP and not isinstance(matched, int)
+        is_mute = reason is not None and not is_text_only and group.is_mute(reason)
         return TokenEvent(
             request_id=group.request_id,
             output_index=self.index,
@@ -185,6 +187,8 @@ class Sequence:
         text = self._push_text(token_id)
         if self.text is not None and self.text.matched_stop is not None:
             return text, FinishReason.STOP, self.text.matched_stop
+        if self.rules is not None and self.rules.is_complete:
+            return _join(text, self.flush_text()), FinishReason.STOP, None
         if self.num_tokens >= group.max_num_tokens:
             return _join(text, self.flush_text()), FinishReason.LENGTH, None
         return text, None, None

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from service.engine.sampling.grammar import Grammar
 
 
 class FinishReason(StrEnum):
@@ -95,6 +99,39 @@ class BeamSearchParams:
     no_repeat_ngram_size: int = 0
 
 
+class StructureKind(StrEnum):
+    """What describes a structured output; the wire's names of its fields."""
+
+    JSON_SCHEMA = "json_schema"
+    JSON = "json"
+    REGEX = "regex"
+    GRAMMAR = "grammar"
+    CHOICE = "choice"
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutput:
+    """What outputs must be, or a beginning of it where `max_tokens` cuts them.
+
+    `value` is a schema's text, nothing for any JSON, a regular expression, a grammar in Lark's notation, or texts to
+    choose from.
+    """
+
+    kind: StructureKind
+    value: str | tuple[str, ...] = ""
+
+    @property
+    def field(self) -> str:
+        """The path of its field in the request."""
+        return f"structured_output.{self.kind}"
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of its texts."""
+        texts = (self.value,) if isinstance(self.value, str) else self.value
+        return sum(len(text.encode()) for text in texts)
+
+
 @dataclass(frozen=True, slots=True)
 class PromptScoring:
     """Asks for log-probabilities of the decoder's prompt from position `start` on, with `num_top` alternatives each.
@@ -121,7 +158,8 @@ class GenerationRequest:
     its first step by then. Moments are `time.monotonic()` seconds, as is `arrival_time`.
 
     Tenants share the engine by `weight`, above 0 (`service.engine.queueing.tenants`). Ids are unique among all tenants.
-    `sampling_arrays` are those of `sampling`, if they were made off the engine thread.
+    `sampling_arrays` are those of `sampling`, if they were made off the engine thread. `grammar` is `structured_output`
+    compiled for the model: both are set, or neither.
     """
 
     request_id: str
@@ -142,6 +180,8 @@ class GenerationRequest:
     start_by: float | None = None
     arrival_time: float = 0.0
     sampling_arrays: SamplingArrays | None = field(default=None, compare=False, repr=False)
+    structured_output: StructuredOutput | None = None
+    grammar: Grammar | None = field(default=None, compare=False, repr=False)
 
     @property
     def num_outputs(self) -> int:

@@ -178,7 +178,7 @@ class TextPool:
 
     def __init__(self, name: str, num_threads: int) -> None:
         self._short = FairQueue(ThreadPoolExecutor(num_threads, thread_name_prefix=name), num_threads)
-        self._long = FairQueue(ThreadPoolExecutor(1, thread_name_prefix=f"long-{name}", initializer=_lower_priority), 1)
+        self._long = FairQueue(ThreadPoolExecutor(1, thread_name_prefix=f"long-{name}", initializer=lower_priority), 1)
         self._long_places = TenantSlots(f"{name} with long texts", MAX_LONG)
         self._long_sizes: list[int] = []
 
@@ -204,7 +204,7 @@ class TextPool:
             queue.close()
 
 
-def _lower_priority() -> None:
+def lower_priority() -> None:
     """Of the calling thread; only on Linux, as elsewhere `nice` changes the whole process."""
     if sys.platform == "linux":
         os.nice(_NICENESS)

@@ -37,12 +37,14 @@ from service.engine.engine import Engine, LastRun
 from service.engine.factory import build_engine
 from service.engine.kv.budget import MemoryNeeds, graph_weight_bytes, memory_needs
 from service.engine.kv.process_memory import available_memory, memory_limit, resident_bytes
+from service.engine.sampling.grammar import Vocabulary
 from service.engine.scheduler import EngineLimits
 from service.engine.sessions.cuda_provider import cuda_free_bytes
 from service.engine.sessions.session import SessionOptions
 from service.engine.types import Device
 from service.errors import StartupError
 from service.forecasting.admission import PATIENCE_SECONDS
+from service.process import grammar_check
 from service.repository.devices import artifact_folder, choose_device, model_folders
 from service.repository.kv_pool import KVPool
 from service.repository.memory_plan import PROCESS_BYTES, MemoryPlan, in_units, model_memory, plan_memory
@@ -320,7 +322,19 @@ def _read(name: str, folder: Path, manifest: Manifest) -> ServedModel:
         output_tokenizer=output,
         golden_cases=cases,
         chat=chat,
+        vocabulary=_vocabulary(name, output, manifest),
     )
+
+
+def _vocabulary(name: str, tokenizer: Tokenizer, manifest: Manifest) -> Vocabulary | None:
+    """The vocabulary of structured output, if that is possible. Made here: llguidance holds the interpreter's lock."""
+    if not grammar_check.is_available():
+        return None
+    try:
+        return Vocabulary(tokenizer, manifest.config.vocab_size, manifest.eos_ids)
+    except TokenizerError as error:
+        _LOGGER.info("%s has no structured output: %s", name, error)
+        return None
 
 
 def _prompt_vocab_size(manifest: Manifest) -> int:

@@ -16,6 +16,7 @@ from model.spec.golden import CaseResult, GoldenCase
 from model.spec.tokenizer import Tokenizer
 from service.engine.interfaces import StepEngine
 from service.engine.kv.budget import plan_kv_memory
+from service.engine.sampling.grammar import Vocabulary
 from service.engine.types import SamplingParams, StoppingParams
 from service.errors import InvalidRequest, PromptTooLong, UnsupportedFeature
 from service.forecasting.costing import CostModel
@@ -69,7 +70,11 @@ class Parity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """What is known of one model. `chat` is its template; `stamp` is that of its files before they were checked."""
+    """What is known of one model. `chat` is its template; `stamp` is that of its files before they were checked.
+
+    `vocabulary` is that of structured output; None where llguidance is not installed, or the bytes of its tokens are
+    unknown.
+    """
 
     name: str
     manifest: Manifest
@@ -78,6 +83,7 @@ class ServedModel:
     golden_cases: tuple[GoldenCase, ...]
     chat: Chat | None = None
     stamp: Stamp | None = None
+    vocabulary: Vocabulary | None = None
 
     @property
     def max_prompt_tokens(self) -> int:

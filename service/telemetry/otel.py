@@ -34,7 +34,7 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, Trac
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
-from service.engine.types import FinishReason, GenerationRequest
+from service.engine.types import FinishReason, GenerationRequest, StructureKind
 from service.errors import EngineFailed
 from service.telemetry.lifecycle import phases
 from service.telemetry.metrics import TIME_BUCKETS, RequestRecord
@@ -336,6 +336,9 @@ def _parameters(request: GenerationRequest) -> Attributes:
     asked["gen_ai.request.max_tokens"] = request.stopping.max_tokens
     if request.num_outputs != 1:
         asked["gen_ai.request.choice.count"] = request.num_outputs
+    if request.structured_output is not None:
+        is_json = request.structured_output.kind in (StructureKind.JSON, StructureKind.JSON_SCHEMA)
+        asked["gen_ai.output.type"] = "json" if is_json else "text"
     if request.beam_search is not None:
         return asked
     sampling = request.sampling

@@ -22,6 +22,8 @@ from service.engine.types import (
     RequestTimings,
     SamplingParams,
     StoppingParams,
+    StructuredOutput,
+    StructureKind,
     TokenLogprobs,
 )
 from service.errors import InvalidRequest
@@ -66,6 +68,7 @@ def decode_generate(
         InvalidRequest: naming the first field beyond its limit.
     """
     beam_search = _beam_search(message, limits, defaults) if message.HasField("beam_search") else None
+    structured_output = _structured_output(message, limits) if message.HasField("structured_output") else None
     return GenerateCall(
         request_id=_request_id(message.request_id, limits) or new_id(),
         model=message.model,
@@ -81,6 +84,7 @@ def decode_generate(
         priority=message.priority,
         timeout_seconds=_timeout(message),
         partial_on_deadline=message.partial_on_deadline,
+        structured_output=structured_output,
     )
 
 
@@ -199,6 +203,33 @@ def _stopping(message: pb.StoppingParams, limits: RequestLimits, defaults: Gener
         ignore_eos=message.ignore_eos,
         include_stop_in_output=message.include_stop_in_output,
     )
+
+
+def _structured_output(message: Generating, limits: RequestLimits) -> StructuredOutput:
+    asked, most = message.structured_output, limits.max_structured_output_bytes
+    form = asked.WhichOneof("form")
+    if form is None:
+        raise InvalidRequest("structured_output", None, "must have one of its fields set")
+    kind = StructureKind(form)
+    field = f"structured_output.{kind}"
+    value: str | tuple[str, ...] = ""
+    if kind is StructureKind.JSON:
+        require(field, asked.json, "must be true where it is set", valid=asked.json)
+    elif kind is StructureKind.CHOICE:
+        value = tuple(asked.choice.texts)
+        require(f"{field}.texts", [], "must have at least 1 text", valid=bool(value))
+        for index, text in enumerate(value):
+            require(f"{field}.texts[{index}]", text, "must not be empty", valid=bool(text))
+    else:
+        value = getattr(asked, form)
+        require(field, value, "must not be empty", valid=bool(value))
+    num_bytes = asked.ByteSize()
+    require(field, f"{num_bytes} bytes", f"must have at most {most} bytes", valid=num_bytes <= most)
+    if message.HasField("beam_search"):
+        ignores = message.stopping.ignore_eos
+        limit = "must not be set with beam_search and structured_output"
+        require("stopping.ignore_eos", ignores, limit, valid=not ignores)
+    return StructuredOutput(kind, value)
 
 
 def _logprobs(

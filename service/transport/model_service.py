@@ -71,6 +71,7 @@ class ModelServicer(ModelServiceServicer):
                 is_encoder_decoder=config.is_encoder_decoder,
                 has_chat=model.chat is not None,
                 explains=model.explains,
+                has_grammars=model.vocabulary is not None,
             ),
             parity=None if parity is None else _summary(parity),
             device=model.manifest.device,
@@ -129,7 +130,9 @@ def _limits(model: ServedModel, config: ServeConfig, kv_bytes: int) -> pb.ModelL
     )
 
 
-def describe_capabilities(*, is_encoder_decoder: bool, has_chat: bool, explains: bool) -> pb.ModelCapabilities:
+def describe_capabilities(
+    *, is_encoder_decoder: bool, has_chat: bool, explains: bool, has_grammars: bool
+) -> pb.ModelCapabilities:
     """The features that `transport.codec` accepts, and family and artifact have; a test keeps the two together."""
     return pb.ModelCapabilities(
         streaming=True,
@@ -148,6 +151,7 @@ def describe_capabilities(*, is_encoder_decoder: bool, has_chat: bool, explains:
         target_prefix=is_encoder_decoder,
         chat=has_chat,
         explain=explains,
+        structured_output=has_grammars,
     )
 
 

@@ -20,6 +20,8 @@ from service.engine.types import (
     RequestTimings,
     SamplingParams,
     StoppingParams,
+    StructuredOutput,
+    StructureKind,
     TokenLogprobs,
 )
 from service.errors import InvalidRequest
@@ -188,8 +190,32 @@ def test_beams_may_be_stopped_by_tokens_and_lengths() -> None:
     assert decode(message).stopping == expected
 
 
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"json_schema": "{}"}, StructuredOutput(StructureKind.JSON_SCHEMA, "{}")),
+        ({"json": True}, StructuredOutput(StructureKind.JSON)),
+        ({"regex": "a+"}, StructuredOutput(StructureKind.REGEX, "a+")),
+        ({"grammar": "start: A"}, StructuredOutput(StructureKind.GRAMMAR, "start: A")),
+        ({"choice": pb.Choices(texts=["a", "b"])}, StructuredOutput(StructureKind.CHOICE, ("a", "b"))),
+    ],
+)
+def test_every_form_of_structured_output_is_read(fields: dict[str, Any], expected: StructuredOutput) -> None:
+    message = pb.GenerateRequest(text="a", structured_output=pb.StructuredOutput(**fields))
+    assert decode(message).structured_output == expected
+    stream = pb.GenerateStreamRequest.FromString(message.SerializeToString())
+    assert codec.decode_generate(stream, LIMITS).structured_output == expected
+
+
 # Of requests with these fields, and the operator's limits changed so: how they are refused.
-OPERATORS = {"max_outputs": 2, "max_beam_size": 3, "max_generated_tokens": 10, "max_logit_bias": 2, "max_logprobs": 4}
+OPERATORS = {
+    "max_outputs": 2,
+    "max_beam_size": 3,
+    "max_generated_tokens": 10,
+    "max_logit_bias": 2,
+    "max_logprobs": 4,
+    "max_structured_output_bytes": 20,
+}
 BEAMS = pb.BeamSearchParams(beam_size=2)
 
 
@@ -203,6 +229,10 @@ def beams(**fields: Any) -> dict[str, Any]:
 
 def beside_beams(**fields: Any) -> dict[str, Any]:
     return {"beam_search": BEAMS, **sampling(**fields)}
+
+
+def structured(**fields: Any) -> dict[str, Any]:
+    return {"structured_output": pb.StructuredOutput(**fields)}
 
 
 def stopping(**fields: Any) -> dict[str, Any]:
@@ -266,6 +296,18 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"response": pb.ResponseOptions(prompt_logprobs=5)}, "response.prompt_logprobs", "must be from 0 to 4"),
     ({"timeout_seconds": 0.0}, "timeout_seconds", "must be finite and above 0"),
     ({"timeout_seconds": math.inf}, "timeout_seconds", "must be finite and above 0"),
+    (structured(), "structured_output", "must have one of its fields set"),
+    (structured(json=False), "structured_output.json", "must be true where it is set"),
+    (structured(regex=""), "structured_output.regex", "must not be empty"),
+    (structured(grammar="x" * 21), "structured_output.grammar", "must have at most 20 bytes"),
+    (structured(choice=pb.Choices()), "structured_output.choice.texts", "must have at least 1 text"),
+    (structured(choice=pb.Choices(texts=["a", ""])), "structured_output.choice.texts[1]", "must not be empty"),
+    (structured(choice=pb.Choices(texts=["a" * 9] * 3)), "structured_output.choice", "must have at most 20 bytes"),
+    (
+        {**structured(json=True), "beam_search": BEAMS, **stopping(ignore_eos=True)},
+        "stopping.ignore_eos",
+        "must not be set with beam_search and structured_output",
+    ),
 ]
 
 
@@ -298,7 +340,9 @@ def test_zero_and_limits_are_values(fields: dict[str, Any], name: str, value: ob
 @pytest.mark.parametrize("has_chat", [False, True])
 @pytest.mark.parametrize("is_encoder_decoder", [False, True])
 def test_capabilities_deny_exactly_what_is_refused(is_encoder_decoder: bool, has_chat: bool) -> None:
-    capabilities = describe_capabilities(is_encoder_decoder=is_encoder_decoder, has_chat=has_chat, explains=False)
+    capabilities = describe_capabilities(
+        is_encoder_decoder=is_encoder_decoder, has_chat=has_chat, explains=False, has_grammars=True
+    )
     denied = {field.name for field in capabilities.DESCRIPTOR.fields if not getattr(capabilities, field.name)}
     # The codec accepts these fields, and the model refuses them.
     foreign = (set() if is_encoder_decoder else {"target_prefix"}) | (set() if has_chat else {"chat"})

@@ -104,6 +104,7 @@ GIVEN: dict[str, tuple[str, object]] = {
     "max_outputs": ("13", 13),
     "max_beam_size": ("14", 14),
     "max_explain_tokens": ("15", 15),
+    "max_structured_output_bytes": ("16", 16),
 }
 
 
@@ -115,8 +116,8 @@ GENERATION = (
 )  # fmt: skip
 CLIENT_FLAGS: dict[type, tuple[str, ...]] = {
     AskConfig: (
-        *CONNECTION, *GENERATION, "chat", "target_prefix", "stream", "n", "beam_size", "length_penalty", "patience",
-        "no_repeat_ngram_size",
+        *CONNECTION, *GENERATION, "chat", "target_prefix", "json_schema", "regex", "choice", "stream", "n", "beam_size",
+        "length_penalty", "patience", "no_repeat_ngram_size",
     ),
     ChatConfig: (*CONNECTION, *GENERATION),
     ExplainConfig: (

@@ -63,6 +63,11 @@ _SANE: Mapping[str, tuple[Any, ...]] = {
     "timeout_seconds": (10.0, 0.01),
     "stop": ("a", "e "),
     "target_prefix": ("3", "May"),
+    "json_schema": ('{"type": "integer"}', '{"enum": ["a", "b"]}', '{"not": {}}'),
+    "json": (True,),
+    "regex": ("[0-9]+", "(a|b)*c", "("),
+    "grammar": ('start: "a"+', "start: start"),
+    "texts": ("yes", "no"),
 }
 _SANE_SHARE = 0.85
 _FLOATS = (0.0, 1.0, 0.5, -1.0, 2.0, math.nan, math.inf, -math.inf, 1e308, -1e308, 5e-324, 1e-3)

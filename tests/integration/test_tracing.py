@@ -259,6 +259,18 @@ async def test_calls_without_generation_have_their_own_attributes(kept: Kept) ->
     assert "gen_ai.request.temperature" not in calls["Score"]
 
 
+@pytest.mark.parametrize(
+    ("form", "kind"),
+    [({"json": True}, "json"), ({"json_schema": '{"type": "null"}'}, "json"), ({"regex": "ab"}, "text")],
+)
+async def test_structured_output_has_its_type(kept: Kept, form: dict[str, Any], kind: str) -> None:
+    async with running(tracer=kept.tracer) as server:
+        asked = generate_request(structured_output=pb.StructuredOutput(**form), max_tokens=3)
+        await server.generation.Generate(asked)
+    call, _ = await kept.call()
+    assert attrs(call)["gen_ai.output.type"] == kind
+
+
 async def test_call_that_its_client_does_not_trace_is_not_traced_but_measured(kept: Kept) -> None:
     async with running(tracer=kept.tracer) as server:
         await server.generation.Generate(generate_request(max_tokens=2), metadata=(("traceparent", UNSAMPLED),))

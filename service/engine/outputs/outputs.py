@@ -18,7 +18,7 @@ from service.engine.sampling.beam import Hypothesis
 from service.engine.sampling.sampler import Expansion, SampledToken
 from service.engine.sequence import Sequence, SequenceGroup
 from service.engine.types import FinishReason, TokenEvent, TokenLogprobs
-from service.errors import EngineFailed, report_failure
+from service.errors import InvalidRequest, RequestError, report_failure
 
 Result = TypeVar("Result")
 
@@ -110,7 +110,7 @@ class Outputs:
         ]
         self._end(group, now)
 
-    def fail(self, group: SequenceGroup, error: EngineFailed, now: float) -> None:
+    def fail(self, group: SequenceGroup, error: RequestError, now: float) -> None:
         """Ends a live request with an error; others are ignored."""
         if group.request_id in self.live:
             self._tenants.discard(group)
@@ -154,11 +154,11 @@ class Outputs:
         self._end(group, now)
 
     def _sound(self, group: SequenceGroup, result: Result | None, now: float) -> Result | None:
-        """A live request's result; fails the request where that is None, as its logits are not finite."""
+        """A live request's result; fails the request where that is None (`_lack`)."""
         if group.request_id not in self.live:
             return None
         if result is None:
-            self.fail(group, report_failure(f"request {group.request_id}: its logits are not finite"), now)
+            self.fail(group, _lack(group), now)
         return result
 
     def _fail_text(self, group: SequenceGroup, cause: Exception, now: float) -> None:
@@ -177,3 +177,12 @@ class Outputs:
             num_cached_tokens=group.num_cached_tokens,
             num_search_steps=0 if group.beams is None else group.beams.num_steps,
         )
+
+
+def _lack(group: SequenceGroup) -> RequestError:
+    """Why a request has no next token."""
+    asked = group.request.structured_output
+    problems = [sequence.rules.problem for sequence in group.sequences if sequence.rules is not None]
+    if asked is not None and (problem := next(filter(None, problems), None)) is not None:
+        return InvalidRequest(asked.field, asked.value, problem)
+    return report_failure(f"request {group.request_id}: its logits are not finite")

@@ -116,12 +116,19 @@ class Intake:
         prefix = request.target_prefix_token_ids
         seen = prefix if model.is_encoder_decoder else given
         max_tokens = group.max_num_tokens - len(given)
-        own = make_model_rules(model.generation, max_tokens=max_tokens, has_prefix=bool(prefix))
+        generation, matcher = model.generation, None
+        if request.grammar is not None:
+            # An end that is forced by the length would pass for one that the grammar allows.
+            generation = replace(generation, forced_last_id=None)
+            matcher = request.grammar.start(may_end=not request.stopping.ignore_eos, is_beginning=not prefix)
+        own = make_model_rules(generation, max_tokens=max_tokens, has_prefix=bool(prefix))
         if request.beam_search is None:
             arrays = request.sampling_arrays
-            return make_rules(request.sampling, request.stopping, model.eos_ids, seen, own, arrays)
+            return make_rules(request.sampling, request.stopping, model.eos_ids, seen, own, arrays, matcher)
         renormalize = model.generation.renormalize
-        return make_beam_rules(request.beam_search, request.stopping, model.eos_ids, seen, own, renormalize=renormalize)
+        return make_beam_rules(
+            request.beam_search, request.stopping, model.eos_ids, seen, own, matcher, renormalize=renormalize
+        )
 
     def _check(self, request: GenerationRequest) -> None:
         """Refuses lengths out of range: something must be given, and there must be room to generate or to score."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -99,7 +99,8 @@ class Sampler:
             samples: which rows, and how.
 
         Returns:
-            Tokens; None for a row whose logits are not all finite, and for rows behind a rejected draft token.
+            Tokens; None for a row whose logits are not all finite, for one of which rules leave no token, and for rows
+            behind a rejected draft token.
         """
         if samples and samples[0].draft is not None:
             return self._sample_drafted(logits, samples)
@@ -119,12 +120,24 @@ class Sampler:
         )
 
     def _sample_drafted(self, logits: Float32, samples: Sequence[SampleRow]) -> tuple[SampledToken | None, ...]:
-        """Samples tokens of one output up to the first that differs from its draft."""
+        """Samples tokens of one output up to the first that differs from its draft.
+
+        Its rules change when the step is committed: here a fork of them follows the accepted drafts.
+        """
         sampled: list[SampledToken | None] = []
+        own = samples[0].rules
+        rules = None if own is None else own.fork()
         for sample in samples:
-            sampled += self._sample_whole(logits, (sample,))
-            if sampled[-1] is None or sampled[-1].token_id != sample.draft:
+            (token,) = self._sample_whole(logits, (replace(sample, rules=rules),))
+            sampled.append(token)
+            if token is None and own is not None and rules is not None and rules.problem is not None:
+                own.report_empty(rules.problem)
+            if token is None or token.token_id != sample.draft:
                 break
+            if rules is not None:
+                rules.add(token.token_id)
+                if rules.is_complete:
+                    break
         return (*sampled, *(None,) * (len(samples) - len(sampled)))
 
     def score(self, logits: Float32, scores: Sequence[ScoreRow]) -> tuple[tuple[TokenLogprobs, ...] | None, ...]:
@@ -132,7 +145,7 @@ class Sampler:
         return tuple(map(partial(_score_row, logits), scores))
 
     def expand(self, logits: Float32, beams: Sequence[BeamRow]) -> tuple[tuple[Expansion, ...] | None, ...]:
-        """The most probable continuations of each request's beams; None where some logits are not finite.
+        """The most probable continuations of each request's beams; None where logits are not finite or a grammar ends.
 
         Rules may mask tokens, even all, and must not change the others.
         """
@@ -146,6 +159,9 @@ class Sampler:
         chosen_from = row
         if sample.rules is not None and (chosen_from := sample.rules.apply(row)) is not row:
             argmax = int(chosen_from.argmax())
+            if chosen_from[argmax] == -np.inf:
+                sample.rules.report_empty()
+                return None
         is_greedy = sample.params.temperature < MIN_TEMPERATURE
         token_id = argmax if is_greedy else self._draw(chosen_from, sample, chosen_from[argmax])
         logprobs = None if sample.logprobs is None else compute_logprobs(row, token_id, sample.logprobs)
@@ -179,9 +195,10 @@ def _expand_beams(logits: Float32, beams: BeamRow) -> tuple[Expansion, ...] | No
     rows = [logits[slot] for slot in beams.slots]
     if not all(_is_finite(row) for row in rows):
         return None
-    return tuple(
+    expansions = tuple(
         _expand(row, rules, beams.num_candidates, beams.logprobs) for row, rules in zip(rows, beams.rules, strict=True)
     )
+    return None if any(rules is not None and rules.problem for rules in beams.rules) else expansions
 
 
 def _expand(row: Float32, rules: LogitsRules | None, num_candidates: int, num_top: int | None) -> Expansion:

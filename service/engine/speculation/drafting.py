@@ -1,7 +1,7 @@
 """Draft tokens for the one row that decodes alone: when there are any, how many, and how many were accepted.
 
-Drafts come from `prompt_lookup`. A sequence among others gets none, as batched decoding already uses the cores.
-The scheduler is the only user.
+Drafts are the tokens that a grammar forces, or else come from `prompt_lookup`. A sequence among others gets none, as
+batched decoding already uses the cores. The scheduler is the only user.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ class Drafter:
         self.max_tokens = 0
         self.num_accepted = 0
         self._lookups: WeakKeyDictionary[Sequence, PromptLookup] = WeakKeyDictionary()
+        # Where the last drafts came from, if from the sequence's own text.
+        self._source: PromptLookup | None = None
 
     def enable(self, *, is_proven: bool = True) -> None:
         """Switches speculation on, or off where a token has other bits in a chunk than computed by itself."""
@@ -37,14 +39,19 @@ class Drafter:
         room = min(self.max_tokens, group.max_num_tokens - sequence.num_tokens - 1)
         if room < 1 or sequence.num_tokens == len(group.prompt_token_ids):
             return ()
+        self._source = None
+        if sequence.rules is not None and (forced := sequence.rules.forced_tokens):
+            return forced[:room]
         lookup = self._lookups.get(sequence)
         if lookup is None:
             lookup = self._lookups[sequence] = PromptLookup(self.max_tokens)
         ends = group.eos_ids | group.request.stopping.stop_token_ids
+        self._source = lookup
         drafts = lookup.propose(sequence.token_ids, room)
         return tuple(itertools.takewhile(lambda token_id: token_id not in ends, drafts))
 
-    def report(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
+    def report(self, num_drafted: int, num_accepted: int) -> None:
         """Reports how many of the last drafts were accepted."""
         self.num_accepted += num_accepted
-        self._lookups[sequence].report(num_drafted, num_accepted)
+        if self._source is not None:
+            self._source.report(num_drafted, num_accepted)

@@ -79,6 +79,30 @@ def test_every_option_is_set_in_its_field() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"json_schema": '{"type": "null"}'}, pb.StructuredOutput(json_schema='{"type": "null"}')),
+        ({"json_schema": {"type": "null"}}, pb.StructuredOutput(json_schema='{"type": "null"}')),
+        ({"json": True}, pb.StructuredOutput(json=True)),
+        ({"regex": "a+"}, pb.StructuredOutput(regex="a+")),
+        ({"grammar": "start: A"}, pb.StructuredOutput(grammar="start: A")),
+        ({"choice": ("yes", "no")}, pb.StructuredOutput(choice=pb.Choices(texts=["yes", "no"]))),
+    ],
+)
+def test_structured_output_is_given_by_the_name_of_its_form(
+    options: GenerateOptions, expected: pb.StructuredOutput
+) -> None:
+    assert requests.generate("a", options) == pb.GenerateRequest(text="a", structured_output=expected)
+
+
+def test_several_forms_and_one_text_as_choices_are_refused() -> None:
+    with pytest.raises(ValueError, match="only one form of a structured output may be given, got json, regex"):
+        requests.generate("a", {"regex": "a", "json": True})
+    with pytest.raises(TypeError, match="choice: must be a sequence of texts"):
+        requests.generate("a", {"choice": "yes"})
+
+
 def test_none_is_not_set_and_zero_is() -> None:
     assert requests.generate("a", {"temperature": None, "model": None, "stop": None}) == pb.GenerateRequest(text="a")
     assert not requests.generate("a", {"beam_size": 2, "temperature": None}).HasField("sampling")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,6 +91,12 @@ def test_several_answers_are_printed_each_when_it_is_whole(monkeypatch: pytest.M
     assert ask(monkeypatch, events, n=3) == (0, "[1] x\n[2] \n[0] abc\n", "")
 
 
+def test_schema_is_read_from_its_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "schema.json").write_text('{"const": "é"}', encoding="utf-8")
+    ask(monkeypatch, [SUMMARY], json_schema=tmp_path / "schema.json")
+    assert requests[0].structured_output.json_schema == '{"const": "é"}'
+
+
 def test_beams_are_asked_for_in_place_of_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     ask(monkeypatch, [SUMMARY], n=2, beam_size=4)
     ask_beams = requests[0]
@@ -125,6 +132,10 @@ FLAGS = {
     "--stop-token-ids 4,5": pb.GenerateStreamRequest(stopping=pb.StoppingParams(stop_token_ids=[4, 5])),
     "--ignore-eos": pb.GenerateStreamRequest(stopping=pb.StoppingParams(ignore_eos=True)),
     "--include-stop-in-output": pb.GenerateStreamRequest(stopping=pb.StoppingParams(include_stop_in_output=True)),
+    "--regex a+": pb.GenerateStreamRequest(structured_output=pb.StructuredOutput(regex="a+")),
+    '--choice ["x","y"]': pb.GenerateStreamRequest(
+        structured_output=pb.StructuredOutput(choice=pb.Choices(texts=["x", "y"]))
+    ),
     "--beam-size 2": pb.GenerateStreamRequest(beam_search=pb.BeamSearchParams(beam_size=2)),
     "--length-penalty 0": pb.GenerateStreamRequest(beam_search=pb.BeamSearchParams(length_penalty=0)),
     "--patience 0": pb.GenerateStreamRequest(beam_search=pb.BeamSearchParams(patience=0)),

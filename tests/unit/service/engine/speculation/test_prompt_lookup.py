@@ -136,11 +136,15 @@ def engine_over(runner: FakeRunner, look_up: int, **options: Any) -> Engine:
 
 
 def run(
-    asked: GenerationRequest, look_up: int, next_token: Callable[..., int] | None = None, memory: int | None = None
+    asked: GenerationRequest,
+    look_up: int,
+    next_token: Callable[..., int] | None = None,
+    memory: int | None = None,
+    vocab_size: int = VOCAB_SIZE,
 ) -> tuple[list[StepOutput], FakeRunner]:
     """One request by itself, from its first step to its last."""
-    runner = FakeRunner(next_token=next_token, memory=memory)
-    engine = engine_over(runner, look_up)
+    runner = FakeRunner(next_token=next_token, memory=memory, vocab_size=vocab_size)
+    engine = engine_over(runner, look_up, context=CONTEXT if vocab_size == VOCAB_SIZE else 400)
     engine.add_request(asked)
     outputs = []
     while engine.has_work:
@@ -208,6 +212,24 @@ def test_sampled_tokens_are_those_without_speculation(sampling: SamplingParams, 
         assert num_accepted(drafted) > 20
     if memory is None:
         assert num_accepted(drafted) < num_drafted(drafted)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"repetition_penalty": 1.05},
+        {"presence_penalty": -0.5, "frequency_penalty": 0.1},
+        {"logit_bias": ((7, 3.0), (9, -2.0))},
+        {"allowed_token_ids": (5, 6, 7, EOS)},
+    ],
+    ids=lambda rules: next(iter(rules)),
+)
+def test_rules_count_drafted_tokens_as_they_would_others(rules: dict[str, Any]) -> None:
+    asked = request("a", PROMPT, max_tokens=50, sampling=SamplingParams(temperature=0.4, seed=3, **rules), logprobs=1)
+    alone, _ = run(asked, 0, memory=1)
+    drafted, _ = run(asked, 4, memory=1)
+    assert reported(drafted) == reported(alone)
+    assert num_accepted(drafted) > 0
 
 
 @pytest.mark.parametrize(
@@ -281,14 +303,12 @@ def test_a_step_with_drafts_reports_what_it_computed_and_accepted() -> None:
 @pytest.mark.parametrize(
     "wanted",
     [
-        {"sampling": SamplingParams(temperature=0.0, repetition_penalty=1.3)},
-        {"stopping": StoppingParams(max_tokens=20, min_tokens=9)},
         {"beam_search": BeamSearchParams(beam_size=1)},
         {"max_tokens": 1},
     ],
-    ids=["rules", "min-tokens", "a-search", "one-token"],
+    ids=["a-search", "one-token"],
 )
-def test_requests_with_rules_or_beams_or_one_token_get_no_drafts(wanted: dict[str, Any]) -> None:
+def test_requests_with_beams_or_one_token_get_no_drafts(wanted: dict[str, Any]) -> None:
     asked = request("a", PROMPT, **{"max_tokens": 20, **wanted})
     assert num_drafted(run(asked, 4, memory=1)[0]) == 0
 

@@ -1,0 +1,197 @@
+"""Structured output: a compiled grammar, and for each output a matcher that masks the tokens that would leave it.
+
+llguidance computes the masks over the bytes of the model's tokens (extra `structured`). A matcher advances by accepted
+tokens only. Control tokens are never allowed, whatever the grammar says, and the end of sequence only where the text so
+far is complete. Grammars come from clients: `service.process.grammar_check` tries them first, and a matcher that meets
+a limit reports a problem, which ends its request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from model.spec.tokenizer import Tokenizer
+from model.spec.vocabulary_bytes import spell_tokens
+from service.process.grammar_check import LIMITS, shorten_error
+
+Float32 = npt.NDArray[np.float32]
+
+# Longer texts are split at the longest tokens: the model's tokenizer takes microseconds per byte.
+_MAX_CANONICAL_BYTES = 256
+
+
+class GrammarError(ValueError):
+    """A grammar that cannot be compiled; the text says why."""
+
+
+class Vocabulary:
+    """A model's tokens as llguidance knows them. Immutable, thread-safe. Takes some microseconds per token to make.
+
+    Raises:
+        TokenizerError: when the bytes of the tokenizer's tokens are unknown.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int]) -> None:
+        from llguidance import LLTokenizer  # an extra
+
+        spelled = spell_tokens(tokenizer)
+        missing = (b"",) * (vocab_size - len(spelled.later))
+        later, first = (*spelled.later, *missing), (*spelled.first, *missing)
+        self.eos_ids = np.array(sorted(eos_ids), np.int64)
+        # Byte 0xFF is in no text, and marks control tokens in llguidance.
+        self.has_text = np.array([bool(token) and b"\xff" not in token for token in later])
+        self.has_text[self.eos_ids] = False
+        # A token that has other bytes at the beginning of a text counts as another token there, behind the vocabulary.
+        differing = [token for token in range(vocab_size) if first[token] != later[token]]
+        self.first_ids = np.arange(vocab_size)
+        self.first_ids[differing] = np.arange(vocab_size, vocab_size + len(differing))
+        self.begins_text = self.has_text & np.array([bool(token) for token in first])
+        tokens = [*later, *(first[token] for token in differing)]
+        special = np.flatnonzero(~self.has_text).tolist()
+        words: Any = _Words(tokenizer, later, tokens, special, self.eos_ids.tolist())
+        self.tokens = LLTokenizer(words, eos_token=self.eos_ids.tolist() or None)
+        self.num_words = (self.tokens.vocab_size + 31) // 32
+
+    def compile(self, grammar: str) -> Grammar:
+        """Compiles what `describe_grammar` wrote. The interpreter's lock is free meanwhile.
+
+        Raises:
+            GrammarError: with llguidance's message.
+        """
+        from llguidance import LLMatcher, LLParserLimits
+
+        matcher = LLMatcher(self.tokens, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
+        if matcher.is_error():
+            raise GrammarError(shorten_error(matcher.get_error()))
+        return Grammar(self, matcher)
+
+
+class _Words:
+    """A vocabulary in the shape that llguidance asks for; called, it tokenizes text that a grammar forces."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        spelled: tuple[bytes, ...],
+        tokens: list[bytes],
+        special_ids: list[int],
+        eos_ids: list[int],
+    ) -> None:
+        self.tokens = tokens
+        self.special_token_ids = special_ids
+        self.eos_token_id = eos_ids[0] if eos_ids else 0
+        self._tokenizer = tokenizer
+        self._spelled = spelled
+        self._ids: dict[bytes, int] = {}
+        for token_id, token in enumerate(spelled):
+            if token and token_id not in eos_ids:
+                self._ids.setdefault(token, token_id)
+        self._longest = max(map(len, self._ids), default=0)
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        data = text.encode() if isinstance(text, str) else text
+        if len(data) <= _MAX_CANONICAL_BYTES:
+            ids = self._tokenizer.encode_plain(data.decode())
+            if b"".join(self._spelled[token_id] for token_id in ids) == data:
+                return ids
+        return self._split(data)
+
+    def _split(self, data: bytes) -> list[int]:
+        """The longest tokens from left to right; KeyError, which ends the request, where there is none."""
+        ids, at = [], 0
+        while at < len(data):
+            ends = range(min(at + self._longest, len(data)), at + 1, -1)
+            end = next((end for end in ends if data[at:end] in self._ids), at + 1)
+            ids.append(self._ids[data[at:end]])
+            at = end
+        return ids
+
+
+class Grammar:
+    """A compiled grammar of one vocabulary. Immutable, thread-safe."""
+
+    def __init__(self, vocabulary: Vocabulary, matcher: Any) -> None:
+        self._vocabulary = vocabulary
+        self._matcher = matcher
+
+    def start(self, *, may_end: bool = True, is_beginning: bool = True) -> Matcher:
+        """A matcher of a new output.
+
+        Args:
+            may_end: whether the end of sequence ends the output, so that it may be chosen.
+            is_beginning: whether the output's text begins a text, and continues no target prefix.
+        """
+        return Matcher(self._vocabulary, self._matcher.deep_copy(), may_end=may_end, is_beginning=is_beginning)
+
+
+class Matcher:
+    """How far one output has followed its grammar.
+
+    Attributes:
+        is_complete: whether no text can follow.
+        problem: why the grammar cannot be followed any further, None where it can.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, inner: Any, *, may_end: bool, is_beginning: bool) -> None:
+        self._vocabulary = vocabulary
+        self._inner = inner
+        self._may_end = may_end
+        self._is_beginning = is_beginning
+        self._words = np.zeros(vocabulary.num_words, np.int32)
+        self.is_complete = False
+        self.problem: str | None = None
+
+    def add(self, token_id: int) -> None:
+        """Advances by a token of the output; those without text, as an end or a forced beginning, are no part of it."""
+        vocabulary = self._vocabulary
+        if self.problem is not None or not vocabulary.has_text[token_id]:
+            return
+        self._inner.consume_token(int(vocabulary.first_ids[token_id]) if self._is_beginning else token_id)
+        self._is_beginning = False
+        if not self._has_failed():
+            self.is_complete = self._inner.is_stopped() and self._inner.is_accepting()
+
+    def mask(self, row: Float32) -> None:
+        """Masks the logits `[V] float32` of tokens that the grammar forbids, in place: all where it has a problem."""
+        vocabulary, size = self._vocabulary, len(row)
+        self._inner.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
+        if self._has_failed():
+            row.fill(-np.inf)
+            return
+        bits = np.unpackbits(self._words.view(np.uint8), bitorder="little").view(bool)
+        if self._is_beginning:
+            allowed = bits[vocabulary.first_ids] & vocabulary.begins_text
+        else:
+            allowed = bits[:size] & vocabulary.has_text
+        if self._may_end and self._inner.is_accepting():
+            allowed[vocabulary.eos_ids] = True
+        row[~allowed] = -np.inf
+
+    def forced(self) -> tuple[int, ...]:
+        """The tokens that must follow, by the model's tokenizer; none at the beginning of a text."""
+        if self._is_beginning or self.problem is not None or self.is_complete:
+            return ()
+        has_text = self._vocabulary.has_text
+        token_ids: list[int] = self._inner.compute_ff_tokens()
+        count = next((at for at, each in enumerate(token_ids) if each >= len(has_text) or not has_text[each]), None)
+        return tuple(token_ids[:count])
+
+    def fork(self) -> Matcher:
+        """An independent copy."""
+        copy = Matcher(
+            self._vocabulary, self._inner.deep_copy(), may_end=self._may_end, is_beginning=self._is_beginning
+        )
+        copy.is_complete, copy.problem = self.is_complete, self.problem
+        return copy
+
+    def _has_failed(self) -> bool:
+        if self._inner.is_error():
+            self.problem = f"cannot be followed: {shorten_error(self._inner.get_error())}"
+        return self.problem is not None

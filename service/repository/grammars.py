@@ -1,0 +1,114 @@
+"""Grammars of structured output, compiled off the event loop and cached by content.
+
+A grammar is tried in a child process first (`service.process.grammar_check`), so that a hostile one costs its caller an
+error and nobody else more than a wait for one of the compiling threads, which tenants share by turns. Those threads
+have low priority, and compiling releases the interpreter's lock.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
+
+from service.engine.sampling.grammar import Grammar, GrammarError, Vocabulary
+from service.engine.types import StructuredOutput, StructureKind
+from service.errors import InvalidRequest, UnsupportedFeature
+from service.process.grammar_check import STACK_BYTES, GrammarCheck, describe_grammar, find_keyword
+from service.process.text_pool import FairQueue, lower_priority
+
+_NUM_THREADS = 2
+# Of all models: compiled grammars and their texts.
+_MAX_CACHED_BYTES = 128 << 20
+# Of the smallest.
+_BASE_BYTES = 64 << 10
+
+_Compiled = tuple[Grammar | InvalidRequest, int]
+
+
+class Grammars:
+    """Compiles grammars for models. Used on one event loop; threads and children start with the first grammar."""
+
+    def __init__(self) -> None:
+        self._checks: SimpleQueue[GrammarCheck] = SimpleQueue()
+        self._queue: FairQueue | None = None
+        # By vocabulary, which a reloaded model has anew; least recently used first.
+        self._cached: OrderedDict[tuple[Vocabulary, StructuredOutput], _Compiled] = OrderedDict()
+        self._num_cached_bytes = 0
+
+    async def compile(self, tenant: str, vocabulary: Vocabulary | None, asked: StructuredOutput) -> Grammar:
+        """The grammar of a structured output, cached if it was compiled before.
+
+        Args:
+            tenant: who asks.
+            vocabulary: the model's; None where it has none.
+            asked: the form.
+
+        Raises:
+            UnsupportedFeature: without a vocabulary.
+            InvalidRequest: when it is malformed, unsupported or takes too much; naming the keyword in a schema.
+        """
+        if vocabulary is None:
+            raise UnsupportedFeature("structured_output")
+        key = vocabulary, asked
+        if (compiled := self._cached.pop(key, None)) is None:
+            queue = self._queue = self._queue or self._start()
+            compiled = await queue.run(tenant, asked.num_bytes, self._compile, vocabulary, asked)
+            self._num_cached_bytes += compiled[1]
+            # Another request may have compiled the same meanwhile.
+            self._num_cached_bytes -= self._cached.pop(key, (None, 0))[1]
+        self._cached[key] = compiled
+        while self._num_cached_bytes > _MAX_CACHED_BYTES:
+            _, (_, num_bytes) = self._cached.popitem(last=False)
+            self._num_cached_bytes -= num_bytes
+        result, _ = compiled
+        if isinstance(result, InvalidRequest):
+            # Anew, as a traceback belongs to one call.
+            raise InvalidRequest(result.field, result.value, result.limit)
+        return result
+
+    def close(self) -> None:
+        """Ends the threads after their running work, and their children."""
+        if self._queue is not None:
+            self._queue.close()
+        while not self._checks.empty():
+            self._checks.get().close()
+
+    def _start(self) -> FairQueue:
+        executor = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="grammars", initializer=lower_priority)
+        started = threading.Barrier(_NUM_THREADS)
+        before = threading.stack_size(STACK_BYTES)
+        for _ in range(_NUM_THREADS):
+            executor.submit(started.wait)
+            self._checks.put(GrammarCheck())
+        threading.stack_size(before)
+        return FairQueue(executor, _NUM_THREADS)
+
+    def _compile(self, vocabulary: Vocabulary, asked: StructuredOutput) -> _Compiled:
+        """On a thread: the grammar, or why there is none; and about the bytes that it takes."""
+        num_bytes = _BASE_BYTES + 2 * asked.num_bytes
+
+        def refuse(limit: str) -> _Compiled:
+            return InvalidRequest(asked.field, asked.value, limit), num_bytes
+
+        try:
+            grammar = describe_grammar(asked.kind, asked.value)
+        except ValueError as error:
+            return refuse(f"must be a JSON object: {error}")
+        check = self._checks.get()
+        try:
+            verdict = check.try_out(grammar)
+        finally:
+            self._checks.put(check)
+        if verdict.problem is not None:
+            is_schema = asked.kind is StructureKind.JSON_SCHEMA
+            pointer = find_keyword(str(asked.value), verdict.problem) if is_schema else ""
+            if pointer:
+                field = f"{asked.field}{pointer}"
+                return InvalidRequest(field, pointer.rpartition("/")[2], verdict.problem), num_bytes
+            return refuse(verdict.problem)
+        try:
+            return vocabulary.compile(grammar), num_bytes + verdict.num_bytes
+        except GrammarError as error:
+            return refuse(str(error))

@@ -1,0 +1,93 @@
+"""Compiled grammars: cached by content within a bound, refused ones too, and each caller gets an error of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import tokenizers
+from tokenizers import decoders
+
+from model.spec.tokenizer import Tokenizer
+from service.engine.sampling.grammar import Vocabulary
+from service.errors import InvalidRequest, UnsupportedFeature
+from service.process import grammar_check
+from service.repository import grammars, loading
+from service.repository.grammars import Grammars
+from tests.servers import letter_tokenizer, served_model
+from tests.structured import HOSTILE, VOCAB_SIZE, regex_of, schema_of, tokenizer, vocabulary
+
+
+@pytest.fixture
+async def compiler() -> AsyncIterator[Grammars]:
+    compiler = Grammars()
+    yield compiler
+    compiler.close()
+
+
+async def test_grammar_is_compiled_once_for_a_vocabulary(compiler: Grammars) -> None:
+    other = Vocabulary(tokenizer(), VOCAB_SIZE, (2,))
+    first = await compiler.compile("", vocabulary(), regex_of("a+"))
+    assert await compiler.compile("", vocabulary(), regex_of("a+")) is first
+    assert await compiler.compile("", vocabulary(), regex_of("b+")) is not first
+    assert await compiler.compile("", other, regex_of("a+")) is not first
+
+
+async def test_refused_grammar_is_tried_once_and_named(compiler: Grammars) -> None:
+    asked = schema_of({"properties": {"a": {"not": {}}}})
+    errors = []
+    for _ in range(2):
+        with pytest.raises(InvalidRequest) as raised:
+            await compiler.compile("", vocabulary(), asked)
+        errors.append(raised.value)
+    assert errors[0].field == "structured_output.json_schema#/properties/a/not"
+    assert str(errors[0]) == str(errors[1])
+    assert errors[0] is not errors[1]
+    with patch.object(compiler, "_compile", side_effect=AssertionError), pytest.raises(InvalidRequest):
+        await compiler.compile("", vocabulary(), asked)
+
+
+async def test_cache_forgets_what_was_used_longest_ago(compiler: Grammars) -> None:
+    grammar = await compiler.compile("", vocabulary(), regex_of("a+"))
+    rare = await compiler.compile("", vocabulary(), regex_of("c+"))
+    with patch.object(grammars, "_MAX_CACHED_BYTES", compiler._num_cached_bytes - 1):
+        assert await compiler.compile("", vocabulary(), regex_of("a+")) is grammar
+    assert compiler._num_cached_bytes == sum(num_bytes for _, num_bytes in compiler._cached.values())
+    assert await compiler.compile("", vocabulary(), regex_of("c+")) is not rare
+
+
+@pytest.mark.parametrize("decoder", [decoders.Fuse(), decoders.WordPiece()], ids=["fuse", "word-piece"])
+@pytest.mark.parametrize("is_installed", [False, True])
+def test_model_has_a_vocabulary_where_that_is_possible(decoder: Any, is_installed: bool) -> None:
+    inner = tokenizers.Tokenizer.from_str(letter_tokenizer().to_json())
+    inner.decoder = decoder
+    with patch.object(grammar_check, "find_spec", return_value=is_installed or None):
+        found = loading._vocabulary("m", Tokenizer(inner), served_model().manifest)
+    assert (found is not None) == (is_installed and isinstance(decoder, decoders.Fuse))
+
+
+async def test_model_without_a_vocabulary_is_refused_by_name(compiler: Grammars) -> None:
+    with pytest.raises(UnsupportedFeature, match="structured_output"):
+        await compiler.compile("", None, regex_of("a"))
+
+
+async def test_slow_grammar_blocks_neither_the_loop_nor_another(compiler: Grammars) -> None:
+    await compiler.compile("", vocabulary(), regex_of("warm"))
+    slow = asyncio.create_task(compiler.compile("a", vocabulary(), HOSTILE["many optional characters"]))
+    await asyncio.sleep(0)
+    await compiler.compile("b", vocabulary(), regex_of("b+"))
+    assert not slow.done()
+    with pytest.raises(InvalidRequest, match="takes more than"):
+        await slow
+
+
+async def test_cancelled_wait_leaves_others_alone(compiler: Grammars) -> None:
+    first = asyncio.create_task(compiler.compile("", vocabulary(), regex_of("x+")))
+    await asyncio.sleep(0)
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    await compiler.compile("", vocabulary(), regex_of("x+"))
