@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-from lessons import command, notes, paper, small
+from lessons import command, notes, paper, served, small
 from lessons.frame import Lesson, Page
 from lessons.notes import BANK, MONEY_POSITION, NOTES, Notes
 from lessons.render import markdown
 from model.__main__ import main
+from onward.v1 import generation_pb2 as pb
 from tests.environment import ROOT
 from tests.parity import worked_examples as formulas
 
@@ -318,3 +319,30 @@ def test_served_lesson_reports_an_absent_server(tmp_path: Path, capsys: pytest.C
     assert main(asked) == 1
     assert "UNAVAILABLE" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_served_lesson_shows_the_last_layers_mean_over_heads() -> None:
+    target, source = ["x", "y"], ["a", "b", "c"]
+    response = pb.ExplainResponse(prompt_tokens=source, target_tokens=target, decoder_tokens=["<bos>", "x"])
+    sides = {
+        pb.ATTENTION_KIND_CROSS: (2, 3),
+        pb.ATTENTION_KIND_ENCODER: (3, 3),
+        pb.ATTENTION_KIND_DECODER: (2, 2),
+    }
+    drawn: dict[int, list[np.ndarray]] = {}
+    generator = np.random.default_rng(0)
+    for kind, (rows, columns) in sides.items():
+        for layer in (0, 1):
+            drawn[kind] = [generator.dirichlet(np.ones(columns), rows).astype(np.float32) for _ in range(2)]
+            for head, weights in enumerate(drawn[kind]):
+                values = weights.ravel().tolist()
+                response.attentions.add(kind=kind, layer=layer, head=head, rows=rows, columns=columns, weights=values)
+    page = Page()
+    served.fill(page, response, "abc")
+    for heatmap, kind in zip(page.maps, sides, strict=True):
+        np.testing.assert_allclose(heatmap.weights, np.mean(drawn[kind], axis=0), rtol=1e-6)
+    assert [list(heatmap.rows) for heatmap in page.maps] == [target, source, ["<bos>", "x"]]
+    strongest = np.mean(drawn[pb.ATTENTION_KIND_CROSS], axis=0).argmax(-1)
+    for place, (token, column) in enumerate(zip(target, strongest, strict=True), start=1):
+        name = f"alignment: where cross-attention is strongest, {place}. {token}, looks at"
+        assert page.numbers[name] == source[column]
