@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import torch
@@ -95,14 +94,17 @@ def _batch(seed: int, index: int) -> Batch:
 def _draw(curves: dict[str, list[float]], norms: dict[str, list[float]]) -> Figure:
     figure, (left, right) = style.new_figure(2)
     colors = dict(zip(curves, (style.RED, style.BLUE, style.GREEN), strict=True))
+    untrained = {"post-norm, untrained": style.BLUE, "pre-norm, untrained": style.GREEN}
     for name, losses in curves.items():
         left.plot(losses, color=colors[name], label=name)
     for name, values in norms.items():
-        line: dict[str, Any] = (
-            {"color": colors[name], "marker": "o"} if name in colors else {"color": style.GREY, "linestyle": "--"}
-        )
         layers = range(1, len(values) + 1)
-        right.plot(layers, [max(value, 1e-6) for value in values], label=name, **line)
+        shown = [max(value, 1e-6) for value in values]
+        if name in colors:
+            right.plot(layers, shown, color=colors[name], marker="o")
+        else:
+            right.plot(layers, shown, color=untrained[name], linestyle="--", label=name)
+    right.legend()
     left.set_xlabel("step")
     left.set_ylabel("loss in nats")
     right.set_xlabel("layer")

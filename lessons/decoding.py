@@ -16,6 +16,7 @@ from service.engine.sampling.sampler import Expansion
 from service.engine.types import BeamSearchParams, SamplingParams
 
 _SHOWN = 8
+_Hypothesis = tuple[tuple[int, ...], float, float]
 _TOP_K = SamplingParams(top_k=3)
 _TOP_P = SamplingParams(top_p=0.8)
 _COLD = SamplingParams(temperature=0.5)
@@ -45,10 +46,13 @@ def choices(page: Page, model: EncoderDecoder, words: tuple[str, ...], pair: Pai
     )
     rows = [(name, int((share > 0).sum()), *share[order]) for name, share in shares.items()]
     page.table("share of the next token", ("rule", "tokens left", *map(str, range(1, len(names) + 1))), rows, 3)
+    hypotheses, first = _beams(page, model, pair)
+    kept = np.where(np.isin(np.arange(len(row)), first), shares["all"], 0.0)
+    shares[f"beams {_BEAMS.beam_size}"] = kept / kept.sum()
     page.heat("what is left", list(shares), names, np.stack([share[order] for share in shares.values()]))
     rows = [
         (f"{rank}.", " ".join(words[token] for token in tokens), total, score)
-        for rank, (tokens, total, score) in enumerate(_beams(page, model, pair), start=1)
+        for rank, (tokens, total, score) in enumerate(hypotheses, start=1)
     ]
     written = page.call(reference.greedy, model, [], pair.source, max_tokens=4, eos_ids=(EOS_ID,), start_id=BOS_ID)
     page.say(
@@ -68,10 +72,11 @@ def _shares(page: Page, row: np.ndarray, params: SamplingParams) -> np.ndarray:
     return shares
 
 
-def _beams(page: Page, model: EncoderDecoder, pair: Pair) -> list[tuple[tuple[int, ...], float, float]]:
-    """Runs a beam search and returns tokens, log-probability and score of its hypotheses, best first."""
+def _beams(page: Page, model: EncoderDecoder, pair: Pair) -> tuple[list[_Hypothesis], list[int]]:
+    """Runs a beam search: tokens, log-probability and score of its hypotheses, best first; and its first beams."""
     search = page.call(BeamSearch, _BEAMS, len(pair.target) + 1, frozenset({EOS_ID}), frozenset())
     beams: list[tuple[int, ...]] = [()]
+    first: list[int] = []
     while not search.is_over:
         expansions = []
         for beam in beams:
@@ -80,4 +85,7 @@ def _beams(page: Page, model: EncoderDecoder, pair: Pair) -> list[tuple[tuple[in
             ids = page.call(rank_highest, logits.numpy(), search.num_candidates)
             expansions.append(Expansion(ids, logprobs[ids]))
         beams = [(*beams[each.parent], each.token_id) for each in search.advance(expansions)]
-    return [(each.token_ids, sum(part.logprob for part in each.logprobs), each.score) for each in search.hypotheses()]
+        first = first or [token for token, *_ in beams]
+    return [
+        (each.token_ids, sum(part.logprob for part in each.logprobs), each.score) for each in search.hypotheses()
+    ], first

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from lessons import small
 from lessons.frame import Lesson, Page
-from lessons.timing import LENGTHS, fastest, measure
+from lessons.timing import LENGTHS, measure
 from loadtest import style
 from loadtest.machine import describe
 from model.spec import cost
@@ -29,7 +29,7 @@ def fill(page: Page) -> None:
         crossover=crossover,
         paper=page.call(cost.crossover_length, page.call(resolve, "paper").model),
     )
-    page.code(fastest)
+    page.code(measure)
     rows = measure(page, config)
     machine = describe()
     page.say(
@@ -73,14 +73,9 @@ def _draw(rows: list[tuple[Any, ...]], crossover: int) -> Figure:
     axes.plot(lengths, [row[1] for row in rows], color=style.BLUE, marker="o", label="whole prompt")
     axes.plot(lengths, [row[3] for row in rows], color=style.GREEN, marker="s", label="one token, with the cache")
     first = rows[0]
-    for power, mark in ((1, ":"), (2, "--")):
-        axes.plot(
-            lengths,
-            [first[1] * (length / first[0]) ** power for length in lengths],
-            color=style.GREY,
-            linestyle=mark,
-            label=f"n^{power} from the first",
-        )
+    for power, mark, name in ((1, ":", "n"), (2, "--", "n²")):
+        line = [first[1] * (length / first[0]) ** power for length in lengths]
+        axes.plot(lengths, line, color=style.GREY, linestyle=mark, label=f"{name}, from the first")
     axes.axvline(crossover, color=style.ORANGE, linewidth=0.8, label="crossover of the operations")
     axes.set_xscale("log", base=2)
     axes.set_xlabel("tokens")

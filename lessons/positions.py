@@ -87,7 +87,7 @@ def _degrees(page: Page) -> None:
     page.show("money with its position in radians", embeddings[MONEY_POSITION] + radians[MONEY_POSITION])
     page.say(
         "The notes took degrees for radians: all their positions are nearly the same vector, and the model could "
-        "hardly tell them apart. (Their position of “the” is also rounded twice.) The smallest distance between two "
+        "hardly tell them apart. (Theirs of “the” is twice the rounded one of “me”.) The smallest distance between two "
         "positions is {degrees:.3f} in degrees and {radians:.3f} in radians.",
         degrees=torch.pdist(degrees).min(),
         radians=torch.pdist(radians).min(),

@@ -56,7 +56,11 @@ def fill(page: Page) -> None:
     page.show("3. scores / √d_k", scaled[0, 0], rows=SHOW_ME)
     page.show("4. softmax: each row is a distribution", weights[0, 0], rows=SHOW_ME)
     weighted = weights[0, 0, 0, :, None] * v[0, 0]
-    page.show("5. the first word's weight times each value (the Hadamard step), first numbers", weighted[:, :_SHOWN], 4)
+    page.show(
+        "5. the first word's weights, each times its word's value (the Hadamard step), first numbers",
+        weighted[:, :_SHOWN],
+        4,
+    )
     page.show("6. their sum, the first word's output", z[0, :_SHOWN], 4)
     page.say("The same as one matrix expression, softmax(QKᵀ/√d_k)V, in torch and in ONNX Runtime:")
     page.show("matrix, torch", whole[0, :_SHOWN], 4)

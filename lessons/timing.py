@@ -12,49 +12,65 @@ import torch
 from lessons import small
 from lessons.frame import Page
 from model.nn.attention import attend_fused
-from model.nn.transformer import build
+from model.nn.transformer import Transformer, build
 from model.spec import cost
 from model.spec.config import ModelConfig
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)
-_ROUNDS = 5
+_ROUNDS = 7
 _MIB = 2.0**20
 
 
-def fastest(run: Callable[[], object]) -> float:
-    """Milliseconds of the fastest of a few runs: what else runs here only adds."""
-    seconds = []
-    for _ in range(_ROUNDS):
-        started = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - started)
-    return 1e3 * min(seconds)
+def seconds_of(run: Callable[[], object]) -> float:
+    """The time of one run."""
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
 
 
 def measure(page: Page, config: ModelConfig) -> list[tuple[Any, ...]]:
-    """For each length: prompt and cached token in milliseconds, their exponents, memory of the scores, share of n²."""
+    """For each length: prompt and cached token in milliseconds, their exponents, memory of the scores, share of n².
+
+    Each time is the fastest of interleaved rounds: what else runs on the machine only adds.
+    """
     model = build(config, page.seed).eval()
+    runs = {length: (_whole(page, model, length), _token(page, model, length)) for length in LENGTHS}
+    fastest = dict.fromkeys(LENGTHS, (math.inf, math.inf))
+    with torch.inference_mode():
+        for _ in range(_ROUNDS):
+            for length, (whole, token) in runs.items():
+                best = fastest[length]
+                fastest[length] = min(best[0], seconds_of(whole)), min(best[1], seconds_of(token))
     rows: list[tuple[Any, ...]] = []
-    before: tuple[float, float] | None = None
     for length in LENGTHS:
-        ids = torch.randint(config.vocab_size, (1, length), generator=torch.Generator().manual_seed(page.seed))
-        q = small.normal(page.seed, 1, config.num_heads, 1, config.head_dim)
-        k = small.normal(page.seed + 1, 1, config.num_heads, length, config.head_dim)
-
-        def token(q: torch.Tensor = q, k: torch.Tensor = k) -> None:
-            """One token through all layers; attention reads the cached keys and values."""
-            model(torch.zeros(1, 1, dtype=torch.int64))
-            for _ in range(config.num_layers):
-                page.call(attend_fused, q, k, k)
-
-        with torch.inference_mode():
-            whole = fastest(lambda ids=ids: page.call(model, ids))  # type: ignore[misc]
-            one = fastest(token)
-        slopes = ["-", "-"]
-        if before is not None:
-            slopes = [f"{math.log2(now / then):.2f}" for now, then in zip((whole, one), before, strict=True)]
-        before = whole, one
+        half = fastest.get(length // 2)
+        now = fastest[length]
+        slopes = ["-", "-"] if half is None else [f"{math.log2(a / b):.2f}" for a, b in zip(now, half, strict=True)]
         flops = page.call(cost.forward_flops, config, length)
         memory = config.num_layers * config.num_heads * length**2 * 4 / _MIB
-        rows.append((length, whole, slopes[0], one, slopes[1], memory, flops.attention / flops.total))
+        milliseconds = [1e3 * each for each in now]
+        share = flops.attention / flops.total
+        rows.append((length, milliseconds[0], slopes[0], milliseconds[1], slopes[1], memory, share))
     return rows
+
+
+def _whole(page: Page, model: Transformer, length: int) -> Callable[[], object]:
+    """A whole prompt."""
+    generator = torch.Generator().manual_seed(page.seed)
+    ids = torch.randint(model.config.vocab_size, (1, length), generator=generator)
+    return lambda: page.call(model, ids)
+
+
+def _token(page: Page, model: Transformer, length: int) -> Callable[[], object]:
+    """One token through all layers, and its attention to so many cached keys and values in each."""
+    config = model.config
+    token = torch.zeros(1, 1, dtype=torch.int64)
+    q = small.normal(page.seed, 1, config.num_heads, 1, config.head_dim)
+    k = small.normal(page.seed + 1, 1, config.num_heads, length, config.head_dim)
+
+    def run() -> None:
+        page.call(model, token)
+        for _ in range(config.num_layers):
+            page.call(attend_fused, q, k, k)
+
+    return run
