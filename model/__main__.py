@@ -1,4 +1,4 @@
-"""`python -m model`: trains, evaluates, initializes and imports checkpoints.
+"""`python -m model`: trains, evaluates, initializes and imports checkpoints, and starts the lessons.
 
 The last line on stdout is one JSON object; messages go to stderr. Exit status: 2 for a usage error, 1 for a failed run,
 128 + its number for a signal, each with one line. Under `torchrun` every process runs this, and the first one reports.
@@ -7,6 +7,7 @@ The last line on stdout is one JSON object; messages go to stderr. Exit status: 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import math
 import os
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from model.training.trainer import TrainResult
 
 
+_LESSON = "lesson"
+
+
 class _Parser(argparse.ArgumentParser):
     """Reports errors in one line, without the usage."""
 
@@ -34,8 +38,12 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit status."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    if given[:1] == [_LESSON]:
+        # By name, as the lessons use the server's sampling and the client besides, and so stand above this package.
+        return int(importlib.import_module("lessons.command").main(given[1:]))
     parser = _make_parser()
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(given)
     if options.command == "import":
         return _import(options)
     if options.command == "train" and options.out is None and not (options.dry_run or options.overfit_one_batch):
@@ -269,6 +277,7 @@ def _make_parser() -> argparse.ArgumentParser:
     importing.add_argument("--out", type=Path, required=True, metavar="DIR", help="checkpoint folder")
     importing.add_argument("--context", type=int, metavar="TOKENS", help="limit the context, which sizes K/V")
     importing.add_argument("--no-chat", action="store_true", help="leave the chat template out")
+    commands.add_parser(_LESSON, help="walk through the lecture: ten lessons with numbers and pictures")
     for command in (train, evaluate, init):
         command.add_argument("config", metavar="CONFIG", help=f"{', '.join(PRESETS)}, or a .json or .toml file")
         command.add_argument(

@@ -18,7 +18,7 @@ _BAD_VERB = 2
 # The shells' exit status of a command that SIGINT ended.
 _INTERRUPTED = 130
 _COMPLETION = "completion"
-_OURS = ("service", "model", "export", "loadtest", "onward")
+_OURS = ("service", "model", "export", "loadtest", "onward", "lessons")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,7 @@ _VERBS = {
     "bench": _Verb("benchmark a server that streams tokens over gRPC", "loadtest.bench", "load", is_named=False),
     "import": _Verb("make a checkpoint of a Hugging Face folder", "model.__main__", "train"),
     "train": _Verb("train a model", "model.__main__", "train"),
+    "lesson": _Verb("walk through the lecture: ten lessons", "lessons.command", "train", is_named=False),
     "export": _Verb("make an artifact of a checkpoint, and prove it", "export.__main__", "train", is_named=False),
 }
 

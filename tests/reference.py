@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "serve" / "flags.md"
 COMMANDS = (
     *(f"service {verb}" for verb in ("serve", "plan", "ask", "chat", "explain", "health", "trace")),
-    *(f"model {verb}" for verb in ("train", "evaluate", "init", "import")),
+    *(f"model {verb}" for verb in ("train", "evaluate", "init", "import", "lesson")),
     "export",
     "export verify",
     "model.kernels",
@@ -25,7 +25,7 @@ _TITLE = """# Flags
 
 Written by `make reference` from the commands' own help. Flags of the server's commands have the environment variable in
 brackets as a twin; the flag wins. `onward VERB` is the same for serve, plan, ask,
-chat, explain, health, trace, import, train, export and bench.
+chat, explain, health, trace, import, train, lesson, export and bench.
 """
 
 

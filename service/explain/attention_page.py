@@ -94,8 +94,8 @@ def picture(response: pb.ExplainResponse, model: str, text: str) -> str:
     kind = next(iter(_kinds(response)), None)
     if kind is None:
         raise ValueError("the answer has no attention")
-    (layer, head_numbers), weights = list(_means(response, kind))[-1]
-    rows, columns = _labels(response, kind)
+    (layer, head_numbers), weights = list(means(response, kind))[-1]
+    rows, columns = labels(response, kind)
     row_axis, column_axis = _AXES[kind]
     lines = (
         f"{model}: where the model looked",
@@ -109,11 +109,11 @@ def picture(response: pb.ExplainResponse, model: str, text: str) -> str:
 def _section(response: pb.ExplainResponse, kind: Kind) -> str:
     title, meaning = _TITLES[kind]
     parts = [f"<section>\n<h2>{html.escape(title)}</h2>\n<p>{html.escape(meaning)}</p>\n"]
-    means = list(_means(response, kind))
-    if len(means[0][0][1]) > 1:
+    layers = list(means(response, kind))
+    if len(layers[0][0][1]) > 1:
         maps = [
             _figure(response, kind, weights, f"layer {layer}, {_mean_of(heads)}", _MEAN_WIDTH, _MEAN_CELLS)
-            for (layer, heads), weights in means
+            for (layer, heads), weights in layers
         ]
         parts += ["<h3>Heads together</h3>\n", _row(maps), "<h3>Each head</h3>\n"]
     maps = [
@@ -131,7 +131,7 @@ def _row(figures: Sequence[str]) -> str:
 def _figure(
     response: pb.ExplainResponse, kind: Kind, weights: Weights, caption: str, width: float, cells: tuple[float, float]
 ) -> str:
-    rows, columns = _labels(response, kind)
+    rows, columns = labels(response, kind)
     heatmap = Heatmap(rows, columns, weights, _strongest(kind, weights))
     drawn = draw(heatmap, _cell(len(columns), width, cells))
     caption = f"{caption}: strongest {heatmap.strongest:.2f}"
@@ -166,7 +166,7 @@ def _kinds(response: pb.ExplainResponse) -> list[Kind]:
     return [kind for kind in _ORDER if any(each.kind == kind for each in response.attentions)]
 
 
-def _means(response: pb.ExplainResponse, kind: Kind) -> Iterator[tuple[tuple[int, tuple[int, ...]], Weights]]:
+def means(response: pb.ExplainResponse, kind: Kind) -> Iterator[tuple[tuple[int, tuple[int, ...]], Weights]]:
     """For each layer of a kind: its number, the requested heads, and their mean."""
     own = (each for each in response.attentions if each.kind == kind)
     for layer, group in groupby(own, key=lambda each: each.layer):
@@ -182,7 +182,7 @@ def _matrix(attention: pb.ExplainResponse.Attention) -> Weights:
     return np.array(attention.weights, np.float32).reshape(attention.rows, attention.columns)
 
 
-def _labels(response: pb.ExplainResponse, kind: Kind) -> tuple[Sequence[str], Sequence[str]]:
+def labels(response: pb.ExplainResponse, kind: Kind) -> tuple[Sequence[str], Sequence[str]]:
     """Labels of the rows and columns of a kind."""
     return {
         pb.ATTENTION_KIND_CROSS: (response.target_tokens, response.prompt_tokens),

@@ -60,6 +60,7 @@ class Heatmap:
         lines: of text above, the first one a title.
         row_axis: name of the row labels.
         column_axis: name of the column labels.
+        scale: what the legend says of the strongest weight, after its number.
     """
 
     rows: Sequence[str]
@@ -69,6 +70,7 @@ class Heatmap:
     lines: Sequence[str] = field(default=())
     row_axis: str = ""
     column_axis: str = ""
+    scale: str = "of its row"
 
 
 def draw(heatmap: Heatmap, cell: float, *, alone: bool = False) -> str:
@@ -80,15 +82,34 @@ def draw(heatmap: Heatmap, cell: float, *, alone: bool = False) -> str:
         alone: whether it is a file of its own.
     """
     frame = _Frame.of(heatmap, cell)
-    parts = [*_title(heatmap), *_labels(heatmap, frame), *_cells(heatmap, frame), *_legend(heatmap, frame)]
-    attributes = f'viewBox="0 0 {frame.width:g} {frame.height:g}" width="{frame.width:g}" height="{frame.height:g}"'
-    name = _escape(heatmap.lines[0] if heatmap.lines else "heat map")
+    name = heatmap.lines[0] if heatmap.lines else "heat map"
+    return _element(name, list(_parts(heatmap, frame)), frame.width, frame.height, alone=alone)
+
+
+def draw_beside(heatmaps: Sequence[Heatmap], cell: float) -> str:
+    """One SVG file of several heat maps, from left to right."""
+    frames = [_Frame.of(heatmap, cell) for heatmap in heatmaps]
+    parts: list[str] = []
+    left = 0.0
+    for heatmap, frame in zip(heatmaps, frames, strict=True):
+        parts += [f'<g transform="translate({left:g} 0)">', *_parts(heatmap, frame), "</g>"]
+        left += frame.width + 2 * _GAP
+    name = "; ".join(heatmap.lines[0] for heatmap in heatmaps if heatmap.lines)
+    return _element(name, parts, left, max(frame.height for frame in frames), alone=True)
+
+
+def _parts(heatmap: Heatmap, frame: _Frame) -> Iterator[str]:
+    yield from (*_title(heatmap), *_labels(heatmap, frame), *_cells(heatmap, frame), *_legend(heatmap, frame))
+
+
+def _element(name: str, parts: list[str], width: float, height: float, *, alone: bool) -> str:
+    attributes = f'viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}"'
     if alone:
         # Its own background: the page around it is unknown.
-        paper = f'<rect width="{frame.width:g}" height="{frame.height:g}" class="paper"/>'
+        paper = f'<rect width="{width:g}" height="{height:g}" class="paper"/>'
         parts = [f"<style>{_escape(STYLE)}</style>", paper, *parts]
         attributes += ' xmlns="http://www.w3.org/2000/svg"'
-    return f'<svg role="img" aria-label="{name}" {attributes}>\n' + "\n".join(parts) + "\n</svg>\n"
+    return f'<svg role="img" aria-label="{_escape(name)}" {attributes}>\n' + "\n".join(parts) + "\n</svg>\n"
 
 
 def visible(token: str) -> str:
@@ -212,7 +233,7 @@ def _legend(heatmap: Heatmap, frame: _Frame) -> Iterator[str]:
         )
     yield f'<rect class="line" x="{x + 16:g}" y="{y:g}" width="{9 * step:g}" height="12" stroke-width="0.6"/>'
     yield f'<text class="faint" x="{x:g}" y="{y + 11:g}" font-size="13">0</text>'
-    end = f"{heatmap.strongest:.2f} of its row"
+    end = f"{heatmap.strongest:.2f} {heatmap.scale}"
     yield f'<text class="faint" x="{x + 22 + 9 * step:g}" y="{y + 11:g}" font-size="13">{end}</text>'
 
 

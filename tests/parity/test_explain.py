@@ -28,6 +28,7 @@ from export.__main__ import main
 from export.emit import EmitError, emit, share_weights
 from export.explain import ExplainGraph
 from export.verify import Verdict, verify
+from lessons import command as lesson_command
 from model.nn import reference
 from model.nn.attention import CrossAttention, SelfAttention
 from model.nn.transformer import Transformer
@@ -366,3 +367,18 @@ def test_explain_command_draws_what_the_server_answers(target: str, tmp_path: Pa
     wrong = dataclasses.replace(config, layers=(9,))
     assert explain(wrong, out, err) == 1
     assert err.getvalue() == "INVALID_ARGUMENT: layers[0]: must be below 2, the number of layers, got 9\n"
+
+
+def test_served_lesson_draws_the_three_kinds_of_a_live_request(
+    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["encoder-decoder", "--served", "encoder-decoder", "--target", target, "--text", "3 May"]
+    assert lesson_command.main([*asked, "--out", str(tmp_path)]) == 0
+    picture = (tmp_path / "encoder-decoder-served.svg").read_text(encoding="utf-8")
+    assert all(kind in picture for kind in (">cross-attention<", ">encoder<", ">decoder, causal<"))
+    out = capsys.readouterr().out
+    assert "It read “3 May” and wrote" in out
+    assert "alignment: where cross-attention is strongest" in out
+    asked[2] = "decoder-only"
+    assert lesson_command.main([*asked, "--out", str(tmp_path)]) == 0
+    assert ">cross-attention<" not in (tmp_path / "encoder-decoder-served.svg").read_text(encoding="utf-8")

@@ -7,19 +7,18 @@ Every computation is one of the model's own functions or modules. It runs twice:
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable
 from functools import partial
 
 import numpy as np
-import onnx
-import onnxruntime
 import pytest
 import torch
 from onnx import TensorProto, helper
 from torch import Tensor, nn
 
 from export.additive import additive_scores
+from lessons.notes import BANK, MONEY_POSITION, NOTES, ON_YOUR_LIFE
+from lessons.runtime import Computation, run_graph, run_onnx_runtime
 from model.nn.attention import (
     AdditiveScore,
     CrossAttention,
@@ -35,7 +34,7 @@ from model.nn.layers import EncoderLayer, FeedForward, make_norm
 from model.nn.positions import SinusoidalPositions, base_frequencies, rotary_tables, rotate
 from model.nn.transformer import Embedding
 from model.spec.config import Activation, Architecture, ModelConfig, Norm, NormPlacement, Positions
-from tests.parity import worked_examples as notes
+from tests.parity import worked_examples as formulas
 
 Arrays = tuple[np.ndarray, ...]
 Run = Callable[..., np.ndarray]
@@ -43,37 +42,9 @@ TOLERANCE = 1e-5
 PRINTED = 0.00501  # two printed decimals
 
 
-class Computation(nn.Module):
-    """A function of tensors as a module, so that it can be exported."""
-
-    def __init__(self, function: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        return self.function(*inputs)
-
-
 def run_torch(module: nn.Module, *inputs: np.ndarray) -> np.ndarray:
     with torch.no_grad():
         return module.eval()(*map(torch.from_numpy, inputs)).numpy()
-
-
-def run_onnx_runtime(module: nn.Module, *inputs: np.ndarray) -> np.ndarray:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the exporter warns of its own internals
-        program = torch.onnx.export(
-            module.eval(), tuple(map(torch.from_numpy, inputs)), dynamo=True, opset_version=23, verbose=False
-        )
-    return run_graph(program.model_proto, inputs)
-
-
-def run_graph(model: onnx.ModelProto, inputs: Arrays) -> np.ndarray:
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    feeds = {value.name: array for value, array in zip(session.get_inputs(), inputs, strict=True)}
-    return session.run(None, feeds)[0]
 
 
 def run_operator(operator: str, *inputs: np.ndarray, num_outputs: int = 1, take: int = 0, **attributes) -> np.ndarray:
@@ -163,7 +134,7 @@ def test_one_matrix_expression_is_the_word_by_word_computation(run: Run) -> None
     q, k, v = (one_head(x @ w) for w in (w_q, w_k, w_v))
     assert (x[:1] @ w_q).shape == (x[:1] @ w_k).shape == (x[:1] @ w_v).shape == (1, 64)
 
-    expected = notes.attention_word_by_word(*(array.astype(np.float64) for array in (x, w_q, w_k, w_v)))
+    expected = formulas.attention_word_by_word(*(array.astype(np.float64) for array in (x, w_q, w_k, w_v)))
     np.testing.assert_allclose(run(Computation(attend), q, k, v)[0, 0], expected, atol=TOLERANCE)
     np.testing.assert_allclose(run_operator("Attention", q, k, v)[0, 0], expected, atol=TOLERANCE)
 
@@ -186,7 +157,7 @@ def test_unlearned_self_attention_sums_earlier_words_by_their_dot_products(run: 
     q, k, v = (np.stack((x, x @ floats(4, 4, seed=seed)))[:, None] for seed in (1, 2, 3))
     found = run(Computation(unlearned), q, k, v)
     for row in range(2):
-        expected = notes.unlearned(*(array[row, 0].astype(np.float64) for array in (q, k, v)))
+        expected = formulas.unlearned(*(array[row, 0].astype(np.float64) for array in (q, k, v)))
         np.testing.assert_allclose(found[row, 0], expected, atol=TOLERANCE)
 
 
@@ -194,12 +165,12 @@ def test_bank_is_another_word_beside_money_than_beside_a_river(run: Run) -> None
     def contextual(e: Tensor) -> Tensor:
         return attend(e, e, e, score=partial(dot_scores, scale=1.0))
 
-    sentences = (notes.MONEY_BANK_GROWS, notes.RIVER_BANK_FLOWS)
-    np.testing.assert_array_equal(*(sentence[notes.BANK] for sentence in sentences))
+    sentences = (NOTES.money_bank_grows, NOTES.river_bank_flows)
+    np.testing.assert_array_equal(*(sentence[BANK] for sentence in sentences))
     contexts = run(Computation(contextual), np.concatenate([one_head(sentence) for sentence in sentences]))[:, 0]
     for found, e in zip(contexts, sentences, strict=True):
-        np.testing.assert_allclose(found, notes.softmax(e @ e.T) @ e, atol=TOLERANCE)
-    by_money, by_river = contexts[:, notes.BANK]
+        np.testing.assert_allclose(found, formulas.softmax(e @ e.T) @ e, atol=TOLERANCE)
+    by_money, by_river = contexts[:, BANK]
     assert by_money[0] > by_river[0] + 0.1
     assert by_river[2] > by_money[2] + 0.1
 
@@ -209,46 +180,46 @@ def test_bank_is_another_word_beside_money_than_beside_a_river(run: Run) -> None
 
 def test_help_me_gets_the_printed_weights_and_sums(run: Run) -> None:
     # With the rows of an identity as keys, a query's scores are its own first elements.
-    q = np.zeros((2, notes.HELP_ME_WIDTH))
-    q[:, :2] = notes.HELP_ME_SCORES
-    k = np.eye(2, notes.HELP_ME_WIDTH)
-    v = floats(2, notes.HELP_ME_WIDTH).astype(np.float64)
+    q = np.zeros((2, NOTES.help_me_width))
+    q[:, :2] = NOTES.help_me_scores
+    k = np.eye(2, NOTES.help_me_width)
+    v = floats(2, NOTES.help_me_width).astype(np.float64)
 
     scores = run(Computation(dot_scores), one_head(q), one_head(k))
-    np.testing.assert_array_equal(scores[0, 0], notes.HELP_ME_SCALED)
+    np.testing.assert_array_equal(scores[0, 0], NOTES.help_me_scaled)
     weights = run(Computation(attention_weights), scores)[0, 0]
-    np.testing.assert_allclose(weights, notes.softmax(notes.HELP_ME_SCALED), atol=TOLERANCE)
-    np.testing.assert_allclose(weights, notes.HELP_ME_WEIGHTS, atol=PRINTED)
+    np.testing.assert_allclose(weights, formulas.softmax(NOTES.help_me_scaled), atol=TOLERANCE)
+    np.testing.assert_allclose(weights, NOTES.help_me_weights, atol=PRINTED)
     output = run(Computation(attend), one_head(q), one_head(k), one_head(v))[0, 0]
-    np.testing.assert_allclose(output, notes.attention(q, k, v), atol=TOLERANCE)
-    np.testing.assert_allclose(output, notes.HELP_ME_WEIGHTS @ v, atol=2 * PRINTED * np.abs(v).max())
+    np.testing.assert_allclose(output, formulas.attention(q, k, v), atol=TOLERANCE)
+    np.testing.assert_allclose(output, NOTES.help_me_weights @ v, atol=2 * PRINTED * np.abs(v).max())
 
 
 # 4. "Show me the money"
 
 
 def test_show_me_the_money_rows_are_distributions_that_mix_the_words(run: Run) -> None:
-    np.testing.assert_allclose(notes.SHOW_ME_WEIGHTS.sum(-1), 1.0, atol=1e-9)
-    weights = run(Computation(attention_weights), one_head(np.log(notes.SHOW_ME_WEIGHTS)))[0, 0]
-    np.testing.assert_allclose(weights, notes.SHOW_ME_WEIGHTS, atol=TOLERANCE)
+    np.testing.assert_allclose(NOTES.show_me_weights.sum(-1), 1.0, atol=1e-9)
+    weights = run(Computation(attention_weights), one_head(np.log(NOTES.show_me_weights)))[0, 0]
+    np.testing.assert_allclose(weights, NOTES.show_me_weights, atol=TOLERANCE)
 
 
 def test_sinusoids_are_the_papers_in_radians(run: Run) -> None:
     narrow, wide = (run(SinusoidalPositions(40, width), np.arange(40)) for width in (4, 64))
     for table in (narrow, wide):
-        expected = np.stack([notes.position_vector(position, table.shape[1]) for position in range(40)])
+        expected = np.stack([formulas.position_vector(position, table.shape[1]) for position in range(40)])
         np.testing.assert_allclose(table, expected, atol=1e-6)
-    np.testing.assert_allclose(narrow[1], notes.POSITION_1_IN_RADIANS, atol=0.000501)
+    np.testing.assert_allclose(narrow[1], formulas.POSITION_1_IN_RADIANS, atol=0.000501)
 
 
 def test_money_enters_as_its_embedding_plus_its_position(run: Run) -> None:
     config = make_config(d_model=4, num_heads=1)
     tokens = nn.Embedding(config.vocab_size, config.d_model)
     with torch.no_grad():
-        tokens.weight[5] = torch.from_numpy(notes.MONEY)
+        tokens.weight[5] = torch.from_numpy(NOTES.show_me_embeddings[MONEY_POSITION])
     entered = run(Embedding(config, tokens, config.context), np.array([[2, 3, 4, 5]]))
-    expected = notes.MONEY + notes.position_vector(notes.MONEY_POSITION, 4)
-    np.testing.assert_allclose(entered[0, notes.MONEY_POSITION], expected, atol=1e-6)
+    expected = NOTES.show_me_embeddings[MONEY_POSITION] + formulas.position_vector(MONEY_POSITION, 4)
+    np.testing.assert_allclose(entered[0, MONEY_POSITION], expected, atol=1e-6)
 
 
 def test_rotary_positions_are_those_of_the_onnx_operator(run: Run) -> None:
@@ -266,12 +237,12 @@ def test_masked_words_get_exactly_no_attention(run: Run) -> None:
     def weights_of(q: Tensor, k: Tensor) -> Tensor:
         return attention_weights(dot_scores(q, k), causal_mask(q.shape[-2]))
 
-    length, width = len(notes.ON_YOUR_LIFE), notes.ON_YOUR_LIFE_WIDTH
+    length, width = len(ON_YOUR_LIFE), NOTES.head_width
     q = np.zeros((length, width))
-    q[:, :length] = notes.ON_YOUR_LIFE_SCORES
+    q[:, :length] = NOTES.on_your_life_scores
     k, v = np.eye(length, width), floats(length, width).astype(np.float64)
-    masked = notes.ON_YOUR_LIFE_SCORES + notes.mask_above_diagonal(length)
-    expected = notes.softmax(masked / np.sqrt(width))
+    masked = NOTES.on_your_life_scores + formulas.mask_above_diagonal(length)
+    expected = formulas.softmax(masked / np.sqrt(width))
 
     own = run(Computation(weights_of), one_head(q), one_head(k))[0, 0]
     operator = run_operator(
@@ -287,15 +258,17 @@ def test_masked_words_get_exactly_no_attention(run: Run) -> None:
         np.testing.assert_allclose(weights.sum(-1), 1.0, atol=1e-6)
         assert (weights[np.triu_indices(length, k=1)] == 0.0).all()
         assert (weights[np.tril_indices(length)] > 0.0).all()
-    on = notes.ON_YOUR_LIFE.index("on")
-    unseen = [notes.ON_YOUR_LIFE.index(word) for word in ("your", "life", "<end>")]
+    on = ON_YOUR_LIFE.index("on")
+    unseen = [ON_YOUR_LIFE.index(word) for word in ("your", "life", "<end>")]
     assert own[on, unseen].tolist() == [0.0, 0.0, 0.0]
 
     def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attend(q, k, v, is_causal=True)
 
     output = run(Computation(causal), *map(one_head, (q, k, v)))[0, 0]
-    np.testing.assert_allclose(output, notes.attention(q, k, v, notes.mask_above_diagonal(length)), atol=TOLERANCE)
+    np.testing.assert_allclose(
+        output, formulas.attention(q, k, v, formulas.mask_above_diagonal(length)), atol=TOLERANCE
+    )
 
 
 # 6. Heads, norms, residuals, feed-forward networks.
@@ -314,18 +287,18 @@ def test_norms_are_their_formulas(run: Run, norm: Norm) -> None:
     x = floats(3, 64) * 2.0 + 1.0
     gamma = vector(module.weight)
     if norm is Norm.LAYER:
-        expected = notes.layer_norm(x, gamma, vector(module.bias), 1e-5)
+        expected = formulas.layer_norm(x, gamma, vector(module.bias), 1e-5)
         arrays = (x, module.weight.detach().numpy(), module.bias.detach().numpy())
         operator = run_operator("LayerNormalization", *arrays, epsilon=1e-5)
     else:
-        expected = notes.rms_norm(x, gamma, 1e-5)
+        expected = formulas.rms_norm(x, gamma, 1e-5)
         operator = run_operator("RMSNormalization", x, module.weight.detach().numpy(), epsilon=1e-5)
     np.testing.assert_allclose(run(module, x), expected, atol=TOLERANCE)
     np.testing.assert_allclose(operator, expected, atol=TOLERANCE)
 
 
 def feed_forward_oracle(module: FeedForward, x: np.ndarray) -> np.ndarray:
-    return notes.feed_forward(
+    return formulas.feed_forward(
         x, weight(module.up), vector(module.up.bias), weight(module.down), vector(module.down.bias)
     )
 
@@ -336,9 +309,9 @@ def test_a_layer_normalises_each_sum_of_input_and_sublayer(run: Run) -> None:
     x = floats(1, 7, 64)
 
     def add_and_norm(norm: nn.LayerNorm, x: np.ndarray, branch: np.ndarray) -> np.ndarray:
-        return notes.layer_norm(x + branch, vector(norm.weight), vector(norm.bias), norm.eps)
+        return formulas.layer_norm(x + branch, vector(norm.weight), vector(norm.bias), norm.eps)
 
-    attention = notes.multi_head(x[0], heads_of(layer.self_attention), weight(layer.self_attention.output))
+    attention = formulas.multi_head(x[0], heads_of(layer.self_attention), weight(layer.self_attention.output))
     hidden = add_and_norm(layer.self_attention_residual.norm, x[0], attention)
     expected = add_and_norm(layer.feed_forward_residual.norm, hidden, feed_forward_oracle(layer.feed_forward, hidden))
     np.testing.assert_allclose(run(module, x)[0], expected, atol=10 * TOLERANCE)
@@ -350,7 +323,7 @@ def test_a_layer_normalises_each_sum_of_input_and_sublayer(run: Run) -> None:
 def test_additive_scores_are_the_formula_term_by_term(run: Run) -> None:
     score = randomize(AdditiveScore(make_config(num_heads=2, head_dim=7)))
     q, k, v = floats(2, 2, 5, 7, seed=1), floats(2, 2, 6, 7, seed=2), vector(score.vector)
-    rows = [[notes.additive_scores(q[b, h], k[b, h], v[h]) for h in range(2)] for b in range(2)]
+    rows = [[formulas.additive_scores(q[b, h], k[b, h], v[h]) for h in range(2)] for b in range(2)]
     np.testing.assert_allclose(run(score, q, k), rows, atol=TOLERANCE)
     # As graphs have it, laid out in another way.
     in_graphs = Computation(partial(additive_scores, score.vector.detach()))
@@ -367,7 +340,7 @@ def test_cross_attention_with_additive_scores_aligns_as_bahdanau_does(run: Run) 
         k, v = module.project_memory(h)
         return attend(split_heads(module.project_query(s), 64), k, v, score=module.score)
 
-    alignment, context = notes.align_and_translate(
+    alignment, context = formulas.align_and_translate(
         states.astype(np.float64), annotations.astype(np.float64), w_a, u_a, vector(module.score.vector)[0]
     )
     assert alignment.max() > 2 / 6, "an alignment that is hardly any proves nothing"

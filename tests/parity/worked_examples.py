@@ -1,6 +1,6 @@
-"""Worked examples of attention from lecture notes, with the formulas in NumPy: the oracle for torch and ONNX Runtime.
+"""The formulas of attention in NumPy: the oracle for torch, ONNX Runtime and the lessons' numbers.
 
-Plain float64, with loops over tokens and heads where the notes have sums. Figures are as printed in the notes.
+Plain float64, with loops over tokens and heads where the lecture notes have sums; their numbers are in `lessons.notes`.
 Sinusoids are in radians, as in the paper (the notes computed in degrees), and scores are divided by √d_k.
 
 Additive scores are after Bahdanau et al., "Neural Machine Translation by Jointly Learning to Align and Translate"
@@ -14,38 +14,8 @@ import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
 
-# "help me!": each word's scores against both words, d_k = 16, and the softmax of their quarters as printed.
-HELP_ME_WIDTH = 16
-HELP_ME_SCORES = np.array([[6.0, 4.0], [3.0, 8.0]])
-HELP_ME_SCALED = np.array([[1.5, 1.0], [0.75, 2.0]])
-HELP_ME_WEIGHTS = np.array([[0.62, 0.38], [0.22, 0.78]])
-
-# "Show me the money": attention weights, and the embedding of *money*, the word at position 3.
-SHOW_ME_WEIGHTS = np.array(
-    [[0.61, 0.18, 0.04, 0.17], [0.16, 0.57, 0.08, 0.19], [0.03, 0.07, 0.74, 0.16], [0.17, 0.23, 0.12, 0.48]]
-)
-MONEY = np.array([0.41, 0.08, 0.51, 0.87])
-MONEY_POSITION = 3
+# Position 1 of four numbers, in radians, as the paper computes it.
 POSITION_1_IN_RADIANS = np.array([0.841, 0.540, 0.010, 1.000])
-
-# "<start> not on your life <end>": scores up to the diagonal; the notes mask the rest, and whatever stood there.
-ON_YOUR_LIFE = ("<start>", "not", "on", "your", "life", "<end>")
-ON_YOUR_LIFE_SCORES = np.array(
-    [
-        [16.2, 30.0, 30.0, 30.0, 30.0, 30.0],
-        [3.2, 21.5, 30.0, 30.0, 30.0, 30.0],
-        [1.9, 4.3, 18.7, 30.0, 30.0, 30.0],
-        [2.7, 4.1, 7.6, 22.3, 30.0, 30.0],
-        [4.4, 5.8, 6.9, 5.6, 24.5, 30.0],
-        [4.0, 3.9, 6.7, 7.3, 6.1, 16.8],
-    ]
-)
-ON_YOUR_LIFE_WIDTH = 64
-
-# Two senses of *bank*: each word a vector of (money, growth, river, water), *bank* the same in both sentences.
-MONEY_BANK_GROWS = np.array([[1.0, 0.2, 0.0, 0.0], [0.5, 0.0, 0.5, 0.1], [0.2, 1.0, 0.1, 0.0]])
-RIVER_BANK_FLOWS = np.array([[0.0, 0.0, 1.0, 0.6], [0.5, 0.0, 0.5, 0.1], [0.0, 0.1, 0.6, 1.0]])
-BANK = 1
 
 
 def softmax(scores: Array) -> Array:

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from service.explain.heatmap import Heatmap, draw, visible
+from service.explain.heatmap import Heatmap, draw, draw_beside, visible
 
 SVG = "{http://www.w3.org/2000/svg}"
 NASTY = ("<script>alert(1)</script>", '"><svg onload="x()">', "a&b", "]]>", "\x00\x1b\u202e", "'", "")
@@ -127,3 +127,21 @@ def test_everything_lies_within_the_picture() -> None:
             assert x >= 0
             assert x + advance <= width
             assert 0 < float(element.attrib["y"]) < height
+
+
+def test_heatmaps_beside_each_other_are_whole_and_do_not_overlap() -> None:
+    one, other = (
+        dataclasses.replace(heatmap(2, 3), lines=("first",)),
+        dataclasses.replace(heatmap(4, 2), lines=("<2>",)),
+    )
+    alone = [ElementTree.fromstring(draw(each, 20.0, alone=True)) for each in (one, other)]
+    root = ElementTree.fromstring(draw_beside([one, other], 20.0))
+    assert texts(root) == [text for each in alone for text in texts(each)]
+    widths = [float(each.attrib["width"]) for each in alone]
+    starts = [
+        float(re.findall(r"translate\(([\d.]+) 0\)", each.attrib["transform"])[0]) for each in root.findall(f"{SVG}g")
+    ]
+    assert starts[0] == 0.0
+    assert starts[1] >= widths[0]
+    assert float(root.attrib["width"]) >= starts[1] + widths[1]
+    assert float(root.attrib["height"]) == max(float(each.attrib["height"]) for each in alone)
