@@ -18,7 +18,8 @@ from model.data.config import DataConfig, TokenizerKind
 from model.data.corpus import share_of
 from model.data.files import DataError
 from model.spec.artifact import TARGET_TOKENIZER, TOKENIZER
-from model.spec.config import Architecture, ModelConfig
+from model.spec.config import Architecture
+from model.spec.recurrent import NetworkConfig
 from model.spec.tokenizer import BOS_ID, EOS_ID, PAD_ID, Tokenizer, TokenizerError
 from model.tokenizer_training import byte_level_bpe, characters, single_bytes
 
@@ -51,7 +52,7 @@ class Tokenizers:
 
 def for_pairs(
     config: DataConfig,
-    model: ModelConfig,
+    model: NetworkConfig,
     sources: Sequence[str],
     targets: Sequence[str],
     alphabet: Sequence[str] | None = None,
@@ -76,7 +77,7 @@ def for_pairs(
     return Tokenizers(both, both)
 
 
-def for_text(config: DataConfig, model: ModelConfig, texts: Sequence[str], pattern: str | None = None) -> Tokenizers:
+def for_text(config: DataConfig, model: NetworkConfig, texts: Sequence[str], pattern: str | None = None) -> Tokenizers:
     """The tokenizer of a decoder-only model; `pattern` bounds its merges, None for natural language.
 
     Raises:
@@ -129,17 +130,17 @@ def _one(
     config: DataConfig,
     file: str,
     size_field: str,
-    model: ModelConfig,
+    model: NetworkConfig,
     texts: Sequence[Sequence[str]],
     alphabet: Sequence[str] | None,
     pattern: str | None = None,
 ) -> Tokenizer:
     vocab_size: int = getattr(model, size_field)
     if file:
-        tokenizer = _load(file, vocab_size, size_field, model.architecture)
+        tokenizer = _load(file, vocab_size, size_field, model.family)
         name = file
     else:
-        tokenizer = _make(config.tokenizer, vocab_size, size_field, model.architecture, texts, alphabet, pattern)
+        tokenizer = _make(config.tokenizer, vocab_size, size_field, model.family, texts, alphabet, pattern)
         name = f"{config.tokenizer} tokenizer of {size_field} {vocab_size}"
     for group in texts:
         if problem := _misfit(tokenizer, _sample(group)):
