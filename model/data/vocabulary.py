@@ -21,10 +21,13 @@ from model.spec.artifact import TARGET_TOKENIZER, TOKENIZER
 from model.spec.config import Architecture
 from model.spec.recurrent import NetworkConfig
 from model.spec.tokenizer import BOS_ID, EOS_ID, PAD_ID, Tokenizer, TokenizerError
-from model.tokenizer_training import byte_level_bpe, characters, single_bytes
+from model.tokenizer_training import byte_level_bpe, characters, single_bytes, words
 
 MAX_UNKNOWN_SHARE = 0.01
 """Maximum share of unknown tokens in the training texts."""
+
+MAX_UNKNOWN_WORDS = 0.25
+"""The same for a tokenizer of words, where rare ones are meant to be unknown."""
 
 MAX_CHANGED_SHARE = 0.05
 """Maximum share of texts that decode to other texts, apart from case, whitespace and Unicode composition."""
@@ -140,16 +143,17 @@ def _one(
         tokenizer = _load(file, vocab_size, size_field, model.family)
         name = file
     else:
-        tokenizer = _make(config.tokenizer, vocab_size, size_field, model.family, texts, alphabet, pattern)
+        tokenizer = _make(config, vocab_size, size_field, model.family, texts, alphabet, pattern)
         name = f"{config.tokenizer} tokenizer of {size_field} {vocab_size}"
+    most = MAX_UNKNOWN_WORDS if config.tokenizer is TokenizerKind.WORDS else MAX_UNKNOWN_SHARE
     for group in texts:
-        if problem := _misfit(tokenizer, _sample(group)):
+        if problem := _misfit(tokenizer, _sample(group), most):
             raise DataError(f"{name} does not match the data: {problem}")
     return tokenizer
 
 
 def _make(
-    kind: TokenizerKind,
+    config: DataConfig,
     vocab_size: int,
     size_field: str,
     architecture: Architecture,
@@ -157,12 +161,15 @@ def _make(
     alphabet: Sequence[str] | None,
     pattern: str | None,
 ) -> Tokenizer:
+    kind = config.tokenizer
     every = (piece for group in texts for text in group for piece in pieces(text))
     try:
         if kind is TokenizerKind.BPE:
             return byte_level_bpe(every, vocab_size, architecture, pattern=pattern)
         if kind is TokenizerKind.BYTES:
             return single_bytes(vocab_size, architecture)
+        if kind is TokenizerKind.WORDS:
+            return words(every, architecture, vocab_size=vocab_size, min_frequency=config.min_frequency)
         if alphabet is None:
             return characters(every, architecture, vocab_size=vocab_size, fold=False)
         tokenizer = characters(alphabet, architecture)
@@ -224,10 +231,10 @@ def _sample(texts: Sequence[str]) -> list[str]:
     return [text[:_SAMPLE_CHARACTERS] for text in chosen]
 
 
-def _misfit(tokenizer: Tokenizer, texts: Sequence[str]) -> str:
+def _misfit(tokenizer: Tokenizer, texts: Sequence[str], most_unknown: float) -> str:
     """The problem if encoding and decoding lose too much of the texts, else empty."""
-    if (share := unknown_share(tokenizer, texts)) > MAX_UNKNOWN_SHARE:
-        return f"{share:.1%} of its tokens are unknown, at most {MAX_UNKNOWN_SHARE:.0%} may be"
+    if (share := unknown_share(tokenizer, texts)) > most_unknown:
+        return f"{share:.1%} of its tokens are unknown, at most {most_unknown:.0%} may be"
     unknown, exact = tokenizer.unknown_id, tokenizer.is_byte_level
     changed = 0
     for text, ids in zip(texts, tokenizer.encode_plain_batch(texts), strict=True):
