@@ -179,9 +179,9 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}}
 
 
-def code_hash() -> str:
-    """SHA-256 of the sources that a run depends on."""
-    files = [*sorted((_REPOSITORY / "model").rglob("*.py")), Path(__file__)]
+def code_hash(own: Path = Path(__file__)) -> str:
+    """SHA-256 of the sources that a run depends on: the model's, and the measurement's own."""
+    files = [*sorted((_REPOSITORY / "model").rglob("*.py")), own]
     digest = hashlib.sha256()
     for path in files:
         digest.update(path.relative_to(_REPOSITORY).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
