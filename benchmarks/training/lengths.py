@@ -283,8 +283,10 @@ def _tokenizer() -> Tokenizer:
 
 @cache
 def _examples() -> list[tuple[list[int], list[int]]]:
+    # The tokenizer strips blanks at the ends of a text.
+    blank = _tokenizer().encode_plain("a b")[1]
     return [
-        (_tokenizer().encode_plain(f" {example.text} "), _tokenizer().encode_plain(example.iso))
+        ([blank, *_tokenizer().encode_plain(example.text), blank], _tokenizer().encode_plain(example.iso))
         for example in dates.training(_NUM_DATES, 0)
     ]
 

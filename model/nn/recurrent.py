@@ -101,11 +101,17 @@ class RecurrentEncoderDecoder(nn.Module):
         states = first.reshape(shape).permute(1, 2, 0, 3)
         return (states[0].contiguous(), states[1].contiguous()) if len(states) > 1 else states[0].contiguous()
 
-    def advance(self, memory: Tensor, source_lengths: Tensor, target_ids: Tensor, state: State) -> tuple[Tensor, State]:
-        """Reads `[B, T]` further target inputs from a state: readouts `[B, T, d]`, and the state after them."""
+    def advance(
+        self, memory: Tensor, source_lengths: Tensor, target_ids: Tensor, state: State, keys: Tensor | None = None
+    ) -> tuple[Tensor, State]:
+        """Reads `[B, T]` further target inputs from a state: readouts `[B, T, d]`, and the state after them.
+
+        `keys` are the memory's for attention, `key(memory)`, where a caller has them.
+        """
         embedded = self.dropout(self.tokens(target_ids) * self.scale)
         if self.has_attention:
-            contexts, outputs, state = self._attending(memory, source_lengths, embedded, state)
+            keys = self.key(memory) if keys is None else keys
+            contexts, outputs, state = self._attending(memory, keys, source_lengths, embedded, state)
         else:
             contexts = self._fixed(memory, source_lengths)[:, None].expand(-1, embedded.shape[1], -1)
             outputs, state = self.decoder(torch.cat((embedded, contexts), dim=-1), state)
@@ -130,10 +136,9 @@ class RecurrentEncoderDecoder(nn.Module):
         return torch.cat((last, memory[:, 0, hidden:]), dim=-1)
 
     def _attending(
-        self, memory: Tensor, source_lengths: Tensor, embedded: Tensor, state: State
+        self, memory: Tensor, keys: Tensor, source_lengths: Tensor, embedded: Tensor, state: State
     ) -> tuple[Tensor, Tensor, State]:
         """Contexts `[B, T, 2h]`, outputs `[B, T, h]` and the last state: a query is the state before its token."""
-        keys = self.key(memory)
         padding = torch.arange(memory.shape[1], device=memory.device) >= source_lengths[:, None]
         contexts, outputs = [], []
         for token in torch.split(embedded, 1, dim=1):
