@@ -47,7 +47,7 @@ class RecurrenceSettings:
     """How much is learned, and up to which length."""
 
     seeds: int = option(3, "trainings of each network and job", least=1, quick=1)
-    steps: int = option(1000, "updates of each training", least=1, quick=40)
+    steps: int = option(1200, "updates of each training", least=1, quick=40)
     longest: int = option(512, "longest source, a power of two", least=64, quick=64)
     batch_tokens: int = option(1024, "of sources and targets in an update", least=64, quick=512)
     cell: str = option("gru", "of the recurrent networks", choices=tuple(Cell))

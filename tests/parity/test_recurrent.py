@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -77,42 +78,40 @@ def test_the_whole_source_is_read_and_targets_from_left_to_right(model: Recurren
 
 @pytest.mark.parametrize(("cell", "attention"), KINDS)
 def test_a_target_is_decoded_as_the_equations_say(cell: Cell, attention: Context) -> None:
-    """One layer, step by step, with torch's cells of one step and the papers' sums."""
-    model = build_recurrent(replace(CONFIG, cell=cell, attention=attention), seed=0).eval()
+    """One layer that reads and two that write, by torch's cells of one step and the papers' sums."""
+    model = build_recurrent(replace(CONFIG, cell=cell, attention=attention, num_layers=2, num_encoder_layers=1), seed=0)
+    model.eval()
     sources, lengths, target = random_ids(0, 1, 5), torch.tensor([5]), random_ids(1, 1, 3)
-    step = {
-        way: CELLS[cell](inputs, CONFIG.hidden)
-        for way, inputs in {"f": 12, "b": 12, "d": 12 + 2 * CONFIG.hidden}.items()
-    }
-    for way, (stack, suffix) in {
-        "f": (model.encoder, "l0"),
-        "b": (model.encoder, "l0_reverse"),
-        "d": (model.decoder, "l0"),
-    }.items():
-        step[way].load_state_dict(
-            {
-                name.removesuffix(f"_{suffix}"): value
-                for name, value in stack.state_dict().items()
-                if name.endswith(f"_{suffix}")
-            }
-        )
 
-    def outputs(way: str, tokens: Tensor) -> list[Tensor]:
+    def one_step(stack: nn.Module, suffix: str, inputs: int) -> nn.Module:
+        step, end = CELLS[cell](inputs, CONFIG.hidden), f"_{suffix}"
+        weights = {name: value for name, value in stack.state_dict().items() if name.endswith(end)}
+        step.load_state_dict({name.removesuffix(end): value for name, value in weights.items()})
+        return step
+
+    def output(state: Any) -> Tensor:
+        return state[0][0] if cell is Cell.LSTM else state[0]
+
+    def outputs(step: nn.Module, tokens: Tensor) -> list[Tensor]:
         state, found = None, []
         for token in tokens:
-            state = step[way](token[None], state)
-            found.append(state[0][0] if cell is Cell.LSTM else state[0])
+            state = step(token[None], state)
+            found.append(output(state))
         return found
 
     def embed(ids: Tensor) -> Tensor:
         return model.tokens.weight[ids] * math.sqrt(CONFIG.d_model)
 
-    forward, backward = outputs("f", embed(sources[0])), outputs("b", embed(sources[0].flip(0)))[::-1]
+    tokens = embed(sources[0])
+    forward = outputs(one_step(model.encoder, "l0", 12), tokens)
+    backward = outputs(one_step(model.encoder, "l0_reverse", 12), tokens.flip(0))[::-1]
     annotations = [torch.cat(pair) for pair in zip(forward, backward, strict=True)]
-    first = torch.tanh(model.first_state(backward[0]))[None]
-    state = tuple(first.chunk(2, dim=-1)) if cell is Cell.LSTM else first
+    lower = one_step(model.decoder, "l0", 12 + 2 * CONFIG.hidden)
+    upper = one_step(model.decoder, "l1", CONFIG.hidden)
+    parts = torch.tanh(model.first_state(backward[0]))[None].split(CONFIG.hidden, dim=-1)
+    states: list[Any] = [(parts[0], parts[2]), (parts[1], parts[3])] if cell is Cell.LSTM else list(parts)
     for token in target[0]:
-        s = state[0][0] if cell is Cell.LSTM else state[0]
+        s = output(states[1])
         context = torch.cat((forward[-1], backward[0]))
         if attention is Context.ADDITIVE:
             energies = [
@@ -122,9 +121,10 @@ def test_a_target_is_decoded_as_the_equations_say(cell: Cell, attention: Context
             weights = torch.stack(energies).softmax(dim=0)
             context = sum(weight * h for weight, h in zip(weights, annotations, strict=True))
         embedded = embed(token)
-        state = step["d"](torch.cat((embedded, context))[None], state)
-        s = state[0][0] if cell is Cell.LSTM else state[0]
-        expected = model.tokens.weight @ torch.tanh(model.readout(torch.cat((embedded, context, s))))
+        states[0] = lower(torch.cat((embedded, context))[None], states[0])
+        states[1] = upper(output(states[0])[None], states[1])
+        read = torch.tanh(model.readout(torch.cat((embedded, context, output(states[1])))))
+        expected = model.tokens.weight @ read
     torch.testing.assert_close(model(sources, lengths, target)[0, -1], expected)
 
 
