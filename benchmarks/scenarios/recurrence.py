@@ -140,10 +140,10 @@ def render(results: Results) -> str:
         f"Encoder-decoders of {settings['cell']} cells, with one fixed context vector or additive attention, and a "
         f"transformer; {sizes[0]:,} to {sizes[-1]:,} parameters, {settings['steps']} updates of "
         f"{settings['batch_tokens']} tokens each, sources of up to {settings['longest']} tokens, short and long ones "
-        "alike. The recurrent networks are trained by AdamW and the transformer by Muon, as in their presets: more "
-        "updates, or other rates, would move the curves. Accuracy is of target tokens after the true ones before, "
-        f"whole is of targets without an error, in percent of {results['num_tests']} unseen sources; mean (95 % "
-        "interval over seeds, by Student's t).",
+        "alike. The recurrent networks are trained by AdamW and the transformer by Muon, as in their presets, at rates "
+        "that were not tuned: more updates, or other rates, would move the curves. Accuracy is of target tokens after "
+        f"the true ones before, whole is of targets without an error, in percent of {results['num_tests']} unseen "
+        "sources; mean (95 % interval over seeds, by Student's t).",
         "",
     ]
     for job in Job:

@@ -43,6 +43,7 @@ _FIRST_SYMBOL = 4
 _FIRST_OCTAVE = 8
 _FIRST_DATES_OCTAVE = 64
 _NUM_DATES = 20_000
+_NUM_TEST_DATES = 500
 _EXTRA = 4
 _TEST_SEED = 1 << 20
 _TIMED = 5
@@ -97,7 +98,7 @@ def configure(training: Training) -> NetworkConfig:
 
 
 def train_config(training: Training) -> TrainConfig:
-    """The optimizer is that of the network's preset, chosen there and not here."""
+    """The optimizer is that of the network's preset."""
     is_recurrent = training.network is not Network.TRANSFORMER
     return TrainConfig(
         steps=training.steps,
@@ -147,7 +148,7 @@ def make_batch(training: Training, index: int) -> Batch:
 
 def score(model: Translator, job: Job, length: int) -> tuple[float, float]:
     """Shares of right tokens and of right targets among `NUM_TESTS` unseen sources of this length."""
-    batch = pad(make_pairs(job, length, NUM_TESTS, np.random.default_rng((_TEST_SEED, length))))
+    batch = pad(make_pairs(job, length, NUM_TESTS, np.random.default_rng((_TEST_SEED, length)), is_test=True))
     with torch.inference_mode():
         found = model(*_tensors(batch)).argmax(dim=-1)
     labels = torch.from_numpy(batch.labels)
@@ -161,10 +162,10 @@ def vocab_size(job: Job) -> int:
     return _tokenizer().vocab_size if job is Job.DATES else _FIRST_SYMBOL + NUM_SYMBOLS
 
 
-def make_pairs(job: Job, length: int, rows: int, source: np.random.Generator) -> list[Pair]:
-    """Examples whose sources have `length` tokens and an end."""
+def make_pairs(job: Job, length: int, rows: int, source: np.random.Generator, *, is_test: bool = False) -> list[Pair]:
+    """Examples whose sources have `length` tokens and an end; days of a test are never trained on."""
     if job is Job.DATES:
-        return [_bury(length, source) for _ in range(rows)]
+        return [_bury(length, source, _examples(is_test=is_test)) for _ in range(rows)]
     symbols = source.integers(_FIRST_SYMBOL, _FIRST_SYMBOL + NUM_SYMBOLS, (rows, length)).tolist()
     return [Pair([*row, EOS_ID], row if job is Job.COPY else row[::-1]) for row in symbols]
 
@@ -282,20 +283,20 @@ def _tokenizer() -> Tokenizer:
 
 
 @cache
-def _examples() -> list[tuple[list[int], list[int]]]:
+def _examples(*, is_test: bool) -> list[tuple[list[int], list[int]]]:
     # The tokenizer strips blanks at the ends of a text.
     blank = _tokenizer().encode_plain("a b")[1]
     return [
         ([blank, *_tokenizer().encode_plain(example.text), blank], _tokenizer().encode_plain(example.iso))
-        for example in dates.training(_NUM_DATES, 0)
+        for example in (dates.held_out(_NUM_TEST_DATES, 0) if is_test else dates.training(_NUM_DATES, 0))
     ]
 
 
-def _bury(length: int, source: np.random.Generator) -> Pair:
+def _bury(length: int, source: np.random.Generator, examples: list[tuple[list[int], list[int]]]) -> Pair:
     """A date anywhere in random letters; a text longer than the length is drawn again."""
     letters = _tokenizer().encode_plain(string.ascii_lowercase)
     while True:
-        text, iso = _examples()[int(source.integers(_NUM_DATES))]
+        text, iso = examples[int(source.integers(len(examples)))]
         if (rest := length - len(text)) >= 0:
             noise, where = source.choice(letters, rest).tolist(), int(source.integers(rest + 1))
             return Pair([*noise[:where], *text, *noise[where:], EOS_ID], iso)

@@ -64,8 +64,11 @@ def test_targets_are_what_the_jobs_say() -> None:
     for pair in lengths.make_pairs(Job.DATES, 100, 20, source):
         assert len(pair.source) == 101
         day = datetime.date.fromisoformat(tokenizer.decode(pair.target))
+        assert not dates.is_held_out(day)
         texts = [dates.write(day, *kind).text for kind in product(dates.LOCALES, dates.FORMATS)]
         assert any(f" {tokenizer.decode(tokenizer.encode(text))} " in tokenizer.decode(pair.source) for text in texts)
+    for pair in lengths.make_pairs(Job.DATES, 100, 20, source, is_test=True):
+        assert dates.is_held_out(datetime.date.fromisoformat(tokenizer.decode(pair.target)))
 
 
 @pytest.mark.parametrize("network", list(Network))
