@@ -239,7 +239,7 @@ def _draw_accuracy(axes: Axes, trainings: Sequence[Mapping[str, Any]]) -> None:
         spread = [mean_interval(_values(trainings, network, "accuracy", name)) for name in names]
         means, lows, highs = zip(*((mean, *_within(low, high)) for mean, low, high in spread), strict=True)
         axes.fill_between([*map(int, names)], lows, highs, color=_COLORS[network], alpha=0.2, linewidth=0.0)
-        axes.plot([*map(int, names)], means, color=_COLORS[network], label=_NAMES[network])
+        axes.plot([*map(int, names)], means, color=_COLORS[network], marker=".", label=_NAMES[network])
     axes.set_ylim(0.0, 1.02)
 
 
