@@ -27,7 +27,7 @@ def fill(page: Page) -> None:
         width=config.d_model,
         layers=config.num_layers,
         crossover=crossover,
-        paper=page.call(cost.crossover_length, page.call(resolve, "paper").model),
+        paper=page.call(cost.crossover_length, page.call(resolve, "paper").transformer),
     )
     page.code(measure)
     rows = measure(page, config)

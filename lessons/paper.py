@@ -28,7 +28,7 @@ def figures(page: Page) -> None:
     if recipe.train is None:
         raise ValueError("the preset has no training")
     tokens = recipe.train.batch_tokens * recipe.train.gradient_accumulation // 2
-    work = page.call(cost.forward_flops, recipe.model, _SENTENCE, _SENTENCE)
+    work = page.call(cost.forward_flops, recipe.transformer, _SENTENCE, _SENTENCE)
     total = cost.BACKWARD_AND_FORWARD * work.total / _SENTENCE * tokens * recipe.train.steps
     page.say(
         "The preset `paper` is its base model: {layers} layers on each side, as the notes say ({own} in the preset), "
@@ -37,8 +37,8 @@ def figures(page: Page) -> None:
         "tokens. What ours reached on another corpus is in examples/recipes/en-de.md. BLEU on different corpora, or "
         "of different tokenizations, is no comparison.",
         layers=page.given("num_layers"),
-        own=recipe.model.num_layers,
-        parameters=page.call(cost.num_parameters, recipe.model) / 1e6,
+        own=recipe.transformer.num_layers,
+        parameters=page.call(cost.num_parameters, recipe.transformer) / 1e6,
         base_german=page.given("base_english_german_bleu"),
         base_french=page.given("base_english_french_bleu"),
         steps=recipe.train.steps,

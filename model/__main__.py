@@ -155,8 +155,8 @@ def _evaluate(recipe: Recipe, options: argparse.Namespace) -> int:
     from model.training.tasks import make_task
 
     try:
-        loaded = checkpoint.load(options.checkpoint)
-        if loaded.config.architecture is not recipe.model.architecture:
+        loaded = checkpoint.load_any(options.checkpoint)
+        if loaded.config.architecture != recipe.model.architecture:
             have, wanted = loaded.config.architecture, recipe.model.architecture
             return _fail(f"{options.checkpoint} is {have}, {recipe.name} is for {wanted}", 2)
         device = resolve_device(recipe.train.device)
@@ -176,7 +176,8 @@ def _evaluate(recipe: Recipe, options: argparse.Namespace) -> int:
 
 def _init(recipe: Recipe, options: argparse.Namespace) -> int:
     from model import checkpoint
-    from model.nn.transformer import build, num_parameters
+    from model.nn.networks import build
+    from model.nn.transformer import num_parameters
     from model.spec.artifact import TOKENIZER
     from model.tokenizer_training import one_word_per_id
     from model.training.task import TaskError
@@ -186,7 +187,7 @@ def _init(recipe: Recipe, options: argparse.Namespace) -> int:
         if recipe.data is None or recipe.data.lacks_files:
             # There is no data for a tokenizer: a placeholder has a word per id.
             config, facts = recipe.model, {}
-            tokenizers = {TOKENIZER: one_word_per_id(config.vocab_size, config.architecture)}
+            tokenizers = {TOKENIZER: one_word_per_id(config.vocab_size, config.family)}
         else:
             task = make_task(recipe)
             config, facts, tokenizers = fit_vocabulary(recipe.model, task), dict(task.facts), dict(task.tokenizers)

@@ -1,6 +1,6 @@
 """A trained model on disk: one folder of plain JSON and safetensors, nothing pickled.
 
-    config.json         the `ModelConfig`
+    config.json         the `ModelConfig`, or the `RecurrentConfig`
     model.safetensors   every trained tensor once, shared ones under their first name
     tokenizer.json      (+ target_tokenizer.json where source and target differ)
     generation.json     imported models only: generation settings (`model.spec.generation`)
@@ -26,11 +26,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from model.nn.transformer import Transformer, build_empty
+from model.nn.networks import Network, build_empty
+from model.nn.transformer import Transformer
 from model.spec.artifact import CHAT, TARGET_TOKENIZER, TOKENIZER, hash_file
 from model.spec.config import ConfigError, ModelConfig
 from model.spec.files import StagedFiles, write_atomically
 from model.spec.generation import GENERATION, GenerationError, GenerationSettings
+from model.spec.recurrent import NOT_EXPORTED, NetworkConfig, config_kind
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -51,14 +53,14 @@ class CheckpointError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
-    """A model with its configuration and folder; `training` is run.json without hashes.
+class AnyCheckpoint:
+    """A network with its configuration and folder; `training` is run.json without hashes.
 
     Without generation.json, `generation` is that `eos_id` ends outputs.
     """
 
-    config: ModelConfig
-    model: Transformer
+    config: NetworkConfig
+    model: Network
     folder: Path
     training: Mapping[str, Any]
     generation: GenerationSettings
@@ -86,8 +88,16 @@ class Checkpoint:
         return path if path.is_file() else None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint(AnyCheckpoint):
+    """That of a transformer, which can be exported."""
+
+    config: ModelConfig
+    model: Transformer
+
+
 def save(
-    folder: Path, model: Transformer, config: ModelConfig, tokenizers: Mapping[str, str], manifest: Mapping[str, Any]
+    folder: Path, model: Network, config: NetworkConfig, tokenizers: Mapping[str, str], manifest: Mapping[str, Any]
 ) -> None:
     """Writes or replaces a checkpoint.
 
@@ -110,7 +120,7 @@ def save(
 def stage(
     files: StagedFiles,
     weights: Mapping[str, Tensor],
-    config: ModelConfig,
+    config: NetworkConfig,
     tokenizers: Mapping[str, str],
     manifest: Mapping[str, Any],
     extras: Mapping[str, str] = MappingProxyType({}),
@@ -168,6 +178,20 @@ def write_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], pa
 
 
 def load(folder: Path) -> Checkpoint:
+    """Reads a transformer's checkpoint onto the CPU as float32, in evaluation mode.
+
+    Raises:
+        CheckpointError: as `load_any`; saying why a recurrent network is not taken.
+    """
+    found = load_any(folder)
+    if not (isinstance(found.config, ModelConfig) and isinstance(found.model, Transformer)):
+        raise CheckpointError(folder, [NOT_EXPORTED])
+    return Checkpoint(
+        config=found.config, model=found.model, folder=folder, training=found.training, generation=found.generation
+    )
+
+
+def load_any(folder: Path) -> AnyCheckpoint:
     """Reads a checkpoint onto the CPU as float32, in evaluation mode.
 
     Raises:
@@ -184,7 +208,7 @@ def load(folder: Path) -> Checkpoint:
         _read_weights(folder, model, problems)
     if problems:
         raise CheckpointError(folder, problems)
-    return Checkpoint(config=config, model=model.eval(), folder=folder, training=training, generation=generation)
+    return AnyCheckpoint(config=config, model=model.eval(), folder=folder, training=training, generation=generation)
 
 
 def _write_text(text: str, path: Path) -> None:
@@ -232,19 +256,19 @@ def _check_hashes(folder: Path, hashes: object) -> list[str]:
     return problems
 
 
-def _read_config(folder: Path, problems: list[str]) -> ModelConfig | None:
+def _read_config(folder: Path, problems: list[str]) -> NetworkConfig | None:
     num_problems = len(problems)
     values = _read_json(folder, CONFIG, problems)
     if len(problems) > num_problems or not (folder / CONFIG).is_file():
         return None
     try:
-        return ModelConfig.from_dict(values)
+        return config_kind(values).from_dict(values)
     except ConfigError as error:
         problems += [f"{CONFIG}: {problem}" for problem in error.problems]
         return None
 
 
-def _read_generation(folder: Path, config: ModelConfig, problems: list[str]) -> GenerationSettings:
+def _read_generation(folder: Path, config: NetworkConfig, problems: list[str]) -> GenerationSettings:
     default = GenerationSettings((config.eos_id,))
     path = folder / GENERATION
     if not path.is_file():
@@ -266,7 +290,7 @@ def _read_generation(folder: Path, config: ModelConfig, problems: list[str]) -> 
     return settings
 
 
-def _read_weights(folder: Path, model: Transformer, problems: list[str]) -> None:
+def _read_weights(folder: Path, model: Network, problems: list[str]) -> None:
     """Copies the tensors into the model, after checking all names and shapes."""
     expected: dict[str, Tensor] = dict(model.named_parameters())
     try:

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from model.data.batches import IGNORED, Pair, pad
 from model.data.vocabulary import encode_documents
 from model.nn.attention import Attend, attend_fused
-from model.nn.transformer import DecoderOnly, EncoderDecoder
+from model.nn.networks import Translator
+from model.nn.transformer import DecoderOnly
 from model.spec.tokenizer import BOS_ID, EOS_ID, PAD_ID, Tokenizer
 
 _BATCH_TOKENS = 4096
@@ -185,7 +186,7 @@ def windows(tokens: list[int], context: int, stride: int) -> Iterator[tuple[list
             return
 
 
-def greedy(model: EncoderDecoder, sources: Sequence[Sequence[int]], max_tokens: int | Sequence[int]) -> list[list[int]]:
+def greedy(model: Translator, sources: Sequence[Sequence[int]], max_tokens: int | Sequence[int]) -> list[list[int]]:
     """Batched greedy decoding without a cache; the lowest id wins a tie. Equals `reference.greedy` up to rounding.
 
     Sources of similar lengths are decoded together, each is encoded once, and a row leaves its batch when it ends.
@@ -282,7 +283,7 @@ def _arrays(pairs: Sequence[Pair]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return sources, lengths, inputs, labels
 
 
-def _greedy(model: EncoderDecoder, sources: Sequence[Sequence[int]], bounds: Sequence[int]) -> list[list[int]]:
+def _greedy(model: Translator, sources: Sequence[Sequence[int]], bounds: Sequence[int]) -> list[list[int]]:
     """One batch of `greedy`; a bound is 0 if the context leaves no room."""
     device = _device(model)
     lengths = torch.tensor([len(source) for source in sources], device=device)

@@ -1,4 +1,4 @@
-"""Trains tokenizers: byte-level BPE, bytes, characters, and placeholder words.
+"""Trains tokenizers: byte-level BPE, bytes, characters, words, and placeholder words.
 
 Each is one self-contained `tokenizer.json`: normalizer, splitter, vocabulary, post-processor, decoder. Ids 0, 1 and 2
 are pad, bos and eos. Needs no torch.
@@ -23,6 +23,11 @@ BOS = "<bos>"
 EOS = "<eos>"
 UNKNOWN = "<unk>"
 
+# A word or one other visible character, each with the blank before it; or one white space.
+_LETTERS = r"\p{L}\p{M}\p{N}_"
+_WORD_PATTERN = rf"[ ]?[{_LETTERS}]+|[ ]?[^\s{_LETTERS}]|\s"
+
+_ALL_WORDS = 1 << 30
 _BYTE_SYMBOLS = sorted(pre_tokenizers.ByteLevel.alphabet())
 
 # For source code. A token may hold a line break with its indentation, a word with the blank before it, up to three
@@ -61,6 +66,39 @@ def characters(
     inner.model = models.WordLevel(vocabulary, unk_token=UNKNOWN)
     inner.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), behavior="isolated")
     inner.decoder = decoders.Fuse()
+    return _finish(inner, architecture, special)
+
+
+def words(
+    texts: Iterable[str], architecture: Architecture, *, vocab_size: int | None = None, min_frequency: int = 1
+) -> Tokenizer:
+    """One token per word, punctuation mark or line break; rarer words than the cut become `<unk>`.
+
+    The vocabulary has what occurs `min_frequency` times in `texts`, the most frequent if `vocab_size` (control tokens
+    included) limits it, ties by code point. Accents are composed (NFC), case stays. A token has the blank before it,
+    and a line begins as if after one, so that a word has one token. Decoding restores lines of known words, indented
+    or not.
+
+    Raises:
+        ValueError: when `vocab_size` leaves no room for a word, or none is frequent enough.
+    """
+    special = [PAD, BOS, EOS, UNKNOWN]
+    if vocab_size is not None and vocab_size <= len(special):
+        raise ValueError(f"vocab_size is {vocab_size}, words need at least {len(special) + 1}")
+    inner = tokenizers.Tokenizer(models.WordLevel({}, unk_token=UNKNOWN))
+    first_blank = normalizers.Replace(tokenizers.Regex(r"(?:\A|(?<=\n))(?=\S| )"), " ")
+    inner.normalizer = normalizers.Sequence([normalizers.NFC(), first_blank])
+    inner.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(_WORD_PATTERN), behavior="isolated")
+    inner.decoder = decoders.Sequence([decoders.Fuse(), decoders.Replace("\n ", "\n"), decoders.Strip(" ", 1, 0)])
+    trainer = trainers.WordLevelTrainer(
+        vocab_size=_ALL_WORDS if vocab_size is None else vocab_size,
+        min_frequency=min_frequency,
+        special_tokens=special,
+        show_progress=False,
+    )
+    inner.train_from_iterator(texts, trainer)
+    if inner.get_vocab_size() <= len(special):
+        raise ValueError(f"min_frequency is {min_frequency}, no word of the texts is as frequent")
     return _finish(inner, architecture, special)
 
 

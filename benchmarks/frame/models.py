@@ -22,6 +22,7 @@ from loadtest.child import run_module
 from loadtest.serving import Server, serving
 from model.spec.artifact import load
 from model.spec.config import ModelConfig
+from model.spec.recurrent import NetworkConfig
 
 NUM_SPECIAL = 4
 """Ids below are control tokens: prompts have none."""
@@ -110,7 +111,7 @@ def _exporter() -> str:
     return hashlib.sha256(repr(sources).encode()).hexdigest()
 
 
-def digest(config: ModelConfig) -> str:
+def digest(config: NetworkConfig) -> str:
     """Eight hexadecimal digits that identify a configuration."""
     return hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True).encode()).hexdigest()[:8]
 

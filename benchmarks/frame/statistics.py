@@ -47,6 +47,17 @@ def bootstrap(statistic: Callable[..., float], *series: Sequence[float]) -> tupl
     return found[tail], found[-1 - tail]
 
 
+def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Mean, and its 95 % interval by Student's t; a single value is its own interval."""
+    mean = statistics.fmean(values)
+    if len(values) < 2:
+        return mean, mean, mean
+    from scipy import stats
+
+    half = float(stats.t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
+    return mean, mean - half, mean + half
+
+
 def ratio_of_medians(ours: Sequence[float], theirs: Sequence[float]) -> float:
     """Of two systems in the same rounds."""
     return statistics.median(ours) / statistics.median(theirs)

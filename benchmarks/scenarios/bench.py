@@ -425,11 +425,12 @@ def make_weights(source: str, build: Path, *, is_fresh: bool, is_in_place: bool)
     """
     try:
         recipe = resolve(source)
+        config = recipe.transformer
         if not is_in_place:
-            hf_folder.family(recipe.model)
+            hf_folder.family(config)
     except ValueError as error:
         raise ArgumentError(str(error)) from error
-    folder = build / "models" / f"{recipe.name}-{digest(recipe.model)}"
+    folder = build / "models" / f"{recipe.name}-{digest(config)}"
     checkpoint, hugging_face = folder / "checkpoint", folder / recipe.name
     make_checkpoint(source, checkpoint)
     if not is_in_place and not (hugging_face / "config.json").exists():
@@ -438,7 +439,7 @@ def make_weights(source: str, build: Path, *, is_fresh: bool, is_in_place: bool)
     if is_fresh:
         for device in ("cpu", "cuda"):
             shutil.rmtree(build / "work" / device / recipe.name, ignore_errors=True)
-    return Weights(config=recipe.model, checkpoint=checkpoint, hugging_face=hugging_face)
+    return Weights(config=config, checkpoint=checkpoint, hugging_face=hugging_face)
 
 
 def measure(settings: BenchSettings, run: Run) -> dict[str, Any]:

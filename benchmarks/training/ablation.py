@@ -12,18 +12,17 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.training.gru import RecurrentEncoderDecoder, build_recurrent, equal_size
 from model import evaluate
 from model.data import dates
 from model.data.batches import Pair
-from model.nn.transformer import EncoderDecoder, build, num_parameters
+from model.nn.networks import build
+from model.nn.transformer import DecoderOnly, num_parameters
 from model.spec.artifact import TOKENIZER
-from model.spec.config import ModelConfig
+from model.spec.recurrent import RecurrentConfig
 from model.training.loop import Loop
 from model.training.presets import Recipe, resolve
 from model.training.tasks import fit_vocabulary, make_task
@@ -39,16 +38,9 @@ class AblationError(RuntimeError):
     """The table cannot be measured."""
 
 
-class Network(StrEnum):
-    """The repository's transformer or `benchmarks.training.gru`."""
-
-    TRANSFORMER = "transformer"
-    GRU = "gru"
-
-
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """Rows that are compared: the `dates` preset with these overrides, for so many updates."""
+    """Rows that are compared: each row's preset with these overrides, for so many updates."""
 
     steps: int
     overrides: tuple[str, ...]
@@ -61,7 +53,7 @@ class Row:
     name: str
     experiment: str
     overrides: tuple[str, ...] = ()
-    network: Network = Network.TRANSFORMER
+    preset: str = "dates"
 
 
 _SAME_FOR_ALL = ("optimizer=adamw", "precision=fp32", "device=cpu")
@@ -80,7 +72,7 @@ ROWS: tuple[Row, ...] = (
     Row("heads-1", "parts", ("num_heads=1",)),
     Row("heads-2", "parts", ("num_heads=2",)),
     Row("heads-8", "parts", ("num_heads=8",)),
-    Row("gru", "parts", network=Network.GRU),
+    Row("gru", "parts", preset="dates-recurrent"),
     # With the preset's own rates: Muon's for matrices, this one for the rest.
     Row("muon", "parts", ("optimizer=muon", "learning_rate=2e-3")),
     Row("post", "norms", ("norm_placement=post", "warmup_fraction=0.0")),
@@ -105,7 +97,7 @@ class Run:
         if recipe.data is None or recipe.train is None:
             raise AblationError(f"{recipe.name} has no data to train on")
         return {
-            "network": str(self.row.network),
+            "preset": self.row.preset,
             "model": recipe.model.to_dict(),
             "data": recipe.data.to_dict(),
             "train": recipe.train.to_dict(),
@@ -132,19 +124,9 @@ def plan(rows: Sequence[Row], seeds: int, *, steps: int | None = None, overrides
         for row in rows:
             experiment = EXPERIMENTS[row.experiment]
             common = (f"steps={experiment.steps if steps is None else steps}", f"seed={seed}")
-            recipe = resolve("dates", (*experiment.overrides, *common, *overrides, *row.overrides))
+            recipe = resolve(row.preset, (*experiment.overrides, *common, *overrides, *row.overrides))
             runs.append(Run(row, seed, recipe))
     return runs
-
-
-def make_network(network: Network, config: ModelConfig, seed: int) -> EncoderDecoder | RecurrentEncoderDecoder:
-    """Fresh weights of a transformer, or of a recurrent network of equal size."""
-    if network is Network.GRU:
-        return build_recurrent(equal_size(config), seed)
-    model = build(config, seed)
-    if not isinstance(model, EncoderDecoder):
-        raise AblationError(f"architecture is {config.architecture}, dates are read by an encoder-decoder")
-    return model
 
 
 def measure(run: Run) -> dict[str, Any]:
@@ -162,7 +144,9 @@ def measure(run: Run) -> dict[str, Any]:
     if train is None:
         raise AblationError(f"{recipe.name} has no data to train on")
     task = make_task(recipe)
-    model = make_network(run.row.network, fit_vocabulary(recipe.model, task), run.seed)
+    model = build(fit_vocabulary(recipe.model, task), run.seed)
+    if isinstance(model, DecoderOnly):
+        raise AblationError(f"architecture is {model.config.architecture}, dates are read by an encoder-decoder")
     loop = Loop(model, task.batch, train)
     updates = [loop.update() for _ in range(train.steps)]
     losses = [update.loss for update in updates]
@@ -184,7 +168,7 @@ def measure(run: Run) -> dict[str, Any]:
         "loss": _rounded(statistics.fmean(losses[-max(1, train.steps // _FINAL_SHARE) :])),
         "seconds_per_step": _rounded(statistics.median(update.seconds for update in updates)),
         "num_parameters": num_parameters(model),
-        "hidden": model.config.hidden if isinstance(model, RecurrentEncoderDecoder) else None,
+        "hidden": model.config.hidden if isinstance(model.config, RecurrentConfig) else None,
         "curve": curve,
         "seconds": round(time.perf_counter() - started, 2),
     }
@@ -195,9 +179,9 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}}
 
 
-def code_hash() -> str:
-    """SHA-256 of the sources that a run depends on."""
-    files = [*sorted((_REPOSITORY / "model").rglob("*.py")), Path(__file__), Path(__file__).with_name("gru.py")]
+def code_hash(own: Path = Path(__file__)) -> str:
+    """SHA-256 of the sources that a run depends on: the model's, and the measurement's own."""
+    files = [*sorted((_REPOSITORY / "model").rglob("*.py")), own]
     digest = hashlib.sha256()
     for path in files:
         digest.update(path.relative_to(_REPOSITORY).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")

@@ -31,11 +31,12 @@ class DataSource(StrEnum):
 
 
 class TokenizerKind(StrEnum):
-    """Byte-level BPE, single bytes, or single characters."""
+    """Byte-level BPE, single bytes, single characters, or whole words."""
 
     BPE = "bpe"
     BYTES = "bytes"
     CHARACTERS = "characters"
+    WORDS = "words"
 
 
 ARCHITECTURES: Mapping[DataSource, frozenset[Architecture]] = {
@@ -70,6 +71,7 @@ class DataConfig:
         strip_markup: removes `<tags>` from both sides of a pair; a pair with unequal numbers of tags is left out.
         min_words: pairs with a shorter source or target are left out.
         tokenizer: the kind to train, on training data alone, within the model's vocabulary size.
+        min_frequency: of a word in the training data, below which it is unknown; for `words` alone.
         shared_tokenizer: one tokenizer for source and target; False trains one for each.
         tokenizer_file: a tokenizer.json to use instead of training one.
         target_tokenizer_file: the same for the target, if it has its own.
@@ -91,6 +93,7 @@ class DataConfig:
     strip_markup: bool = False
     min_words: int = 0
     tokenizer: TokenizerKind = TokenizerKind.BPE
+    min_frequency: int = 1
     shared_tokenizer: bool = True
     tokenizer_file: str = ""
     target_tokenizer_file: str = ""
@@ -114,6 +117,10 @@ class DataConfig:
             for name in ("max_examples", "min_words")
             if (number := getattr(self, name)) < 0
         ]
+        if self.min_frequency < 1:
+            problems.append(f"min_frequency is {self.min_frequency}, must be at least 1")
+        elif self.min_frequency > 1 and self.tokenizer is not TokenizerKind.WORDS:
+            problems.append(f"min_frequency is {self.min_frequency}, only tokenizer words has one")
         if self.source is DataSource.DATES and not self.max_examples:
             problems.append("max_examples is 0, dates needs at least 1")
         if self.source not in NEEDS_FILES and (self.paths or self.validation_paths or self.test_paths):

@@ -18,12 +18,16 @@ from model.data.config import DataConfig, TokenizerKind
 from model.data.corpus import share_of
 from model.data.files import DataError
 from model.spec.artifact import TARGET_TOKENIZER, TOKENIZER
-from model.spec.config import Architecture, ModelConfig
+from model.spec.config import Architecture
+from model.spec.recurrent import NetworkConfig
 from model.spec.tokenizer import BOS_ID, EOS_ID, PAD_ID, Tokenizer, TokenizerError
-from model.tokenizer_training import byte_level_bpe, characters, single_bytes
+from model.tokenizer_training import byte_level_bpe, characters, single_bytes, words
 
 MAX_UNKNOWN_SHARE = 0.01
 """Maximum share of unknown tokens in the training texts."""
+
+MAX_UNKNOWN_WORDS = 0.25
+"""The same for a tokenizer of words, where rare ones are meant to be unknown."""
 
 MAX_CHANGED_SHARE = 0.05
 """Maximum share of texts that decode to other texts, apart from case, whitespace and Unicode composition."""
@@ -51,7 +55,7 @@ class Tokenizers:
 
 def for_pairs(
     config: DataConfig,
-    model: ModelConfig,
+    model: NetworkConfig,
     sources: Sequence[str],
     targets: Sequence[str],
     alphabet: Sequence[str] | None = None,
@@ -76,7 +80,7 @@ def for_pairs(
     return Tokenizers(both, both)
 
 
-def for_text(config: DataConfig, model: ModelConfig, texts: Sequence[str], pattern: str | None = None) -> Tokenizers:
+def for_text(config: DataConfig, model: NetworkConfig, texts: Sequence[str], pattern: str | None = None) -> Tokenizers:
     """The tokenizer of a decoder-only model; `pattern` bounds its merges, None for natural language.
 
     Raises:
@@ -129,26 +133,27 @@ def _one(
     config: DataConfig,
     file: str,
     size_field: str,
-    model: ModelConfig,
+    model: NetworkConfig,
     texts: Sequence[Sequence[str]],
     alphabet: Sequence[str] | None,
     pattern: str | None = None,
 ) -> Tokenizer:
     vocab_size: int = getattr(model, size_field)
     if file:
-        tokenizer = _load(file, vocab_size, size_field, model.architecture)
+        tokenizer = _load(file, vocab_size, size_field, model.family)
         name = file
     else:
-        tokenizer = _make(config.tokenizer, vocab_size, size_field, model.architecture, texts, alphabet, pattern)
+        tokenizer = _make(config, vocab_size, size_field, model.family, texts, alphabet, pattern)
         name = f"{config.tokenizer} tokenizer of {size_field} {vocab_size}"
+    most = MAX_UNKNOWN_WORDS if config.tokenizer is TokenizerKind.WORDS else MAX_UNKNOWN_SHARE
     for group in texts:
-        if problem := _misfit(tokenizer, _sample(group)):
+        if problem := _misfit(tokenizer, _sample(group), most):
             raise DataError(f"{name} does not match the data: {problem}")
     return tokenizer
 
 
 def _make(
-    kind: TokenizerKind,
+    config: DataConfig,
     vocab_size: int,
     size_field: str,
     architecture: Architecture,
@@ -156,12 +161,15 @@ def _make(
     alphabet: Sequence[str] | None,
     pattern: str | None,
 ) -> Tokenizer:
+    kind = config.tokenizer
     every = (piece for group in texts for text in group for piece in pieces(text))
     try:
         if kind is TokenizerKind.BPE:
             return byte_level_bpe(every, vocab_size, architecture, pattern=pattern)
         if kind is TokenizerKind.BYTES:
             return single_bytes(vocab_size, architecture)
+        if kind is TokenizerKind.WORDS:
+            return words(every, architecture, vocab_size=vocab_size, min_frequency=config.min_frequency)
         if alphabet is None:
             return characters(every, architecture, vocab_size=vocab_size, fold=False)
         tokenizer = characters(alphabet, architecture)
@@ -223,10 +231,10 @@ def _sample(texts: Sequence[str]) -> list[str]:
     return [text[:_SAMPLE_CHARACTERS] for text in chosen]
 
 
-def _misfit(tokenizer: Tokenizer, texts: Sequence[str]) -> str:
+def _misfit(tokenizer: Tokenizer, texts: Sequence[str], most_unknown: float) -> str:
     """The problem if encoding and decoding lose too much of the texts, else empty."""
-    if (share := unknown_share(tokenizer, texts)) > MAX_UNKNOWN_SHARE:
-        return f"{share:.1%} of its tokens are unknown, at most {MAX_UNKNOWN_SHARE:.0%} may be"
+    if (share := unknown_share(tokenizer, texts)) > most_unknown:
+        return f"{share:.1%} of its tokens are unknown, at most {most_unknown:.0%} may be"
     unknown, exact = tokenizer.unknown_id, tokenizer.is_byte_level
     changed = 0
     for text, ids in zip(texts, tokenizer.encode_plain_batch(texts), strict=True):

@@ -26,12 +26,15 @@ from model.hf.values import Values, shorten
 from model.spec.artifact import TOKENIZER
 from model.spec.config import Architecture, ConfigError, ModelConfig
 from model.spec.generation import GENERATION
+from model.spec.recurrent import NOT_EXPORTED, RECURRENT
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from model.nn.transformer import Transformer
 
+_RECURRENT = ("mamba", "mamba2", "falcon_mamba", "recurrent_gemma", "rwkv", "xlstm")
+"""Kinds that no transformer of ours can be."""
 _SINUSOID_TOLERANCE = 2e-3
 """Sinusoids are at most 1, and half precision rounds them to 5e-4."""
 _FLOAT32_BYTES = 4
@@ -184,6 +187,8 @@ def _describe(folder: HfFolder, family: Family | None, problems: list[str]) -> D
         problems.append(f"{CONFIG}: quantization_config is {shorten(method)}: bring the weights that it was made of")
     if family is None:
         problems.append(f"{CONFIG}: model_type is {shorten(kind)}, must be one of {', '.join(FAMILIES)}")
+        if kind in _RECURRENT or folder.config.get("architecture") == RECURRENT:
+            problems.append(f"{CONFIG}: {NOT_EXPORTED}")
         return None
     architectures = folder.config.get("architectures")
     if architectures is not None and architectures != [family.architecture]:

@@ -328,6 +328,11 @@ class ModelConfig:
         return problems
 
     @property
+    def family(self) -> Architecture:
+        """What it reads and writes: the architecture."""
+        return self.architecture
+
+    @property
     def is_encoder_decoder(self) -> bool:
         """Whether there is an encoder, which every decoder layer attends to."""
         return self.architecture is Architecture.ENCODER_DECODER

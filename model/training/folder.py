@@ -17,8 +17,8 @@ from typing import Any
 from torch import Tensor
 
 from model import checkpoint
-from model.spec.config import ModelConfig
 from model.spec.files import StagedFiles, remove_leftovers, write_atomically
+from model.spec.recurrent import NetworkConfig
 from model.training import curves, resume
 from model.training.curves import Point
 from model.training.loop import TrainingError
@@ -46,7 +46,7 @@ def check_free(folder: Path) -> None:
 class RunFolder:
     """The files of one run; `clear` makes the folder. `tokenizers` are texts by file name."""
 
-    def __init__(self, path: Path, config: ModelConfig, tokenizers: Mapping[str, str]) -> None:
+    def __init__(self, path: Path, config: NetworkConfig, tokenizers: Mapping[str, str]) -> None:
         self.path = path
         self._config = config
         self._tokenizers = tokenizers

@@ -1,7 +1,8 @@
 """Recipes: model, training and data together. Named presets, files, and overrides on top of either.
 
-A recipe file (JSON or TOML) has the shape of the presets below: a table `model` with `ModelConfig`'s fields and, for
-training, the tables `train` (`TrainConfig`) and `data` (`DataConfig`). Needs no torch.
+A recipe file (JSON or TOML) has the shape of the presets below: a table `model` with `ModelConfig`'s fields, or with
+`RecurrentConfig`'s where `architecture` is recurrent, and, for training, the tables `train` (`TrainConfig`) and `data`
+(`DataConfig`). Needs no torch.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from typing import Any
 
 from model.data.config import ARCHITECTURES, DataConfig, DataConfigError
 from model.spec.config import ConfigError, ModelConfig
+from model.spec.recurrent import NOT_EXPORTED, NetworkConfig, RecurrentConfig, config_kind
 from model.spec.tokenizer import BOS_ID, EOS_ID, PAD_ID
-from model.training.config import TrainConfig, TrainConfigError
+from model.training.config import Parallelism, TrainConfig, TrainConfigError
 
 
 class RecipeError(ValueError):
@@ -36,13 +38,24 @@ class Recipe:
     """
 
     name: str
-    model: ModelConfig
+    model: NetworkConfig
     data: DataConfig | None = None
     train: TrainConfig | None = None
 
+    @property
+    def transformer(self) -> ModelConfig:
+        """The model, for those that export it.
+
+        Raises:
+            RecipeError: when it is recurrent.
+        """
+        if isinstance(self.model, RecurrentConfig):
+            raise RecipeError(self.name, [NOT_EXPORTED])
+        return self.model
+
 
 _OF_PAIRS_ONLY = frozenset({"strip_markup", "min_words", "shared_tokenizer", "target_tokenizer_file"})
-_TABLES = {"model": ModelConfig, "data": DataConfig, "train": TrainConfig}
+_TABLES = ("model", "data", "train")
 
 # Raw values, not configurations: derived sizes (head_dim, …) follow an override of what they derive from.
 PRESETS: Mapping[str, Mapping[str, Any]] = {
@@ -66,6 +79,26 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
             "steps": 1000,
             "batch_tokens": 800,
             "matrix_learning_rate": 1e-2,
+            "warmup_fraction": 0.08,
+        },
+    },
+    # Bahdanau et al. (2015) in small: a GRU with additive attention, as many parameters as `dates`.
+    "dates-recurrent": {
+        "data": {"source": "dates", "tokenizer": "characters", "max_examples": 40000},
+        "model": {
+            "architecture": "recurrent",
+            "cell": "gru",
+            "attention": "additive",
+            "vocab_size": 128,
+            "context": 128,
+            "d_model": 128,
+            "hidden": 181,
+        },
+        "train": {
+            "steps": 1000,
+            "batch_tokens": 800,
+            "optimizer": "adamw",
+            "learning_rate": 1e-3,
             "warmup_fraction": 0.08,
         },
     },
@@ -192,7 +225,7 @@ def resolve(source: str, overrides: Sequence[str] = ()) -> Recipe:
     given = {"model", *values.keys()}
     for override in overrides:
         problems += _override(tables, override, given)
-    model = _build(ModelConfig.from_dict, tables["model"], problems)
+    model = _build(config_kind(tables["model"]).from_dict, tables["model"], problems)
     data = _build(DataConfig.from_dict, tables["data"], problems) if "data" in given else None
     train = _build(TrainConfig.from_dict, tables["train"], problems) if "train" in given else None
     if ("data" in given) != ("train" in given):
@@ -241,7 +274,8 @@ def _override(tables: Mapping[str, dict[str, Any]], override: str, given: Collec
         value = json.loads(text)
     except ValueError:
         value = text
-    for table, kind in _TABLES.items():
+    kinds = {"model": config_kind(tables["model"]), "data": DataConfig, "train": TrainConfig}
+    for table, kind in kinds.items():
         if key in {field.name for field in dataclasses.fields(kind)}:
             if table not in given:
                 return [f"override {key!r}: this recipe is not trained"]
@@ -258,10 +292,10 @@ def _build(make: Any, values: Mapping[str, Any], problems: list[str]) -> Any:
         return None
 
 
-def _check(model: ModelConfig, train: TrainConfig, data: DataConfig) -> list[str]:
+def _check(model: NetworkConfig, train: TrainConfig, data: DataConfig) -> list[str]:
     """Constraints between model, training and data."""
     problems = []
-    if model.architecture not in (wanted := ARCHITECTURES[data.source]):
+    if model.family not in (wanted := ARCHITECTURES[data.source]):
         problems.append(f"architecture is {model.architecture}, {data.source} needs {' or '.join(wanted)}")
     if not model.is_encoder_decoder:
         problems += [
@@ -269,6 +303,8 @@ def _check(model: ModelConfig, train: TrainConfig, data: DataConfig) -> list[str
             for field in dataclasses.fields(data)
             if field.name in _OF_PAIRS_ONLY and (value := getattr(data, field.name)) != field.default
         ]
+    if isinstance(model, RecurrentConfig) and train.parallelism is Parallelism.FSDP:
+        problems.append("parallelism is fsdp, which shards a transformer's layers: recurrent networks train with ddp")
     if train.row_tokens > model.context:
         problems.append(f"row_tokens is {train.row_tokens}, must be at most the context of {model.context}")
     return problems

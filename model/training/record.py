@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from model.spec.config import ModelConfig
+from model.spec.recurrent import NetworkConfig
 from model.training.config import TrainConfig, TrainPrecision
 from model.training.parallel import Parallel
 from model.training.presets import Recipe
@@ -25,7 +25,7 @@ _FREE_SETTINGS = frozenset(
 )
 
 
-def identity(model: ModelConfig, config: TrainConfig, task: Task, tokenizers: Mapping[str, str]) -> dict[str, Any]:
+def identity(model: NetworkConfig, config: TrainConfig, task: Task, tokenizers: Mapping[str, str]) -> dict[str, Any]:
     """Everything that must be equal for a run to be resumed; `tokenizers` are texts by file name."""
     settings = {key: value for key, value in config.to_dict().items() if key not in _FREE_SETTINGS}
     return {

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from model.data.batches import Batch
-from model.nn.transformer import Transformer
+from model.nn.networks import Network
 from model.spec.tokenizer import Tokenizer
 
 Scores = Mapping[str, float | str]
@@ -51,10 +51,10 @@ class Task(Protocol):
         A position in the data is thus a number: a resumed run continues from it, and processes share out the indices.
         """
 
-    def validate(self, model: Transformer) -> Scores:
+    def validate(self, model: Network) -> Scores:
         """Scores on validation data, cheap enough to repeat; the model is in evaluation mode."""
 
-    def test(self, model: Transformer) -> Scores:
+    def test(self, model: Network) -> Scores:
         """Scores on test data, which select nothing; the model is in evaluation mode."""
 
     def baselines(self) -> Scores:

@@ -21,9 +21,11 @@ from model.data.config import DataConfig, DataSource
 from model.data.corpus import Corpus, Document, Side, TextPair, in_hash_order, sample, side_facts
 from model.data.files import DataError
 from model.data.vocabulary import Tokenizers
-from model.nn.transformer import DecoderOnly, EncoderDecoder, Transformer
+from model.nn.networks import Network, Translator
+from model.nn.transformer import DecoderOnly
 from model.spec.artifact import TARGET_TOKENIZER, TOKENIZER
-from model.spec.config import Architecture, ModelConfig
+from model.spec.config import Architecture
+from model.spec.recurrent import NetworkConfig
 from model.spec.tokenizer import Tokenizer
 from model.tokenizer_training import CODE_PATTERN
 from model.training.config import TrainConfig
@@ -78,7 +80,7 @@ class PairTask:
     criterion = Criterion("loss", higher_is_better=False)
 
     def __init__(
-        self, corpus: Corpus[TextPair], tokenizers: Tokenizers, model: ModelConfig, train: TrainConfig
+        self, corpus: Corpus[TextPair], tokenizers: Tokenizers, model: NetworkConfig, train: TrainConfig
     ) -> None:
         self.tokenizers: Mapping[str, Tokenizer] = tokenizers.by_file
         self._both = tokenizers
@@ -110,11 +112,11 @@ class PairTask:
         """Pairs of similar length."""
         return self._buckets.batch(index)
 
-    def validate(self, model: Transformer) -> Scores:
+    def validate(self, model: Network) -> Scores:
         """Loss in nats per target token on validation pairs, and perplexity."""
         return _loss(model, self._validation.ids)
 
-    def test(self, model: Transformer) -> Scores:
+    def test(self, model: Network) -> Scores:
         """Loss and perplexity of all test pairs; BLEU and chrF of greedy translations of `MAX_TRANSLATED_PAIRS`."""
         chosen = self._test.first(MAX_TRANSLATED_PAIRS)
         sources = [pair.source for pair in chosen.ids]
@@ -137,7 +139,7 @@ class DatesTask(PairTask):
 
     criterion = Criterion("exact_match", higher_is_better=True)
 
-    def validate(self, model: Transformer) -> Scores:
+    def validate(self, model: Network) -> Scores:
         """Share of validation dates written exactly, and loss in nats per target token."""
         reader = _reads_pairs(model)
         return {
@@ -145,7 +147,7 @@ class DatesTask(PairTask):
             "loss": evaluate.pair_loss(reader, self._validation.ids).loss,
         }
 
-    def test(self, model: Transformer) -> Scores:
+    def test(self, model: Network) -> Scores:
         """Share of held-out dates written exactly."""
         return {"exact_match": evaluate.exact_match(_reads_pairs(model), self._test.ids)}
 
@@ -160,7 +162,7 @@ class TextTask:
     criterion = Criterion("bits_per_byte", higher_is_better=False)
 
     def __init__(
-        self, corpus: Corpus[Document], tokenizers: Tokenizers, model: ModelConfig, train: TrainConfig
+        self, corpus: Corpus[Document], tokenizers: Tokenizers, model: NetworkConfig, train: TrainConfig
     ) -> None:
         self.tokenizers: Mapping[str, Tokenizer] = tokenizers.by_file
         self._tokenizer = tokenizers.source
@@ -196,11 +198,11 @@ class TextTask:
             return self._short.batch(index)
         return self._long.batch(index - self._short_steps * self._accumulation)
 
-    def validate(self, model: Transformer) -> Scores:
+    def validate(self, model: Network) -> Scores:
         """Bits per byte and perplexity of validation text."""
         return self._score(model, self._validation)
 
-    def test(self, model: Transformer) -> Scores:
+    def test(self, model: Network) -> Scores:
         """Bits per byte and perplexity of all test text."""
         return self._score(model, self._test)
 
@@ -209,7 +211,7 @@ class TextTask:
         training, test = ("".join(texts).encode() for texts in (self._training, self._test))
         return asdict(evaluate.compressors(training[-_XZ_WINDOW_BYTES:], test))
 
-    def _score(self, model: Transformer, texts: Sequence[str]) -> Scores:
+    def _score(self, model: Network, texts: Sequence[str]) -> Scores:
         if not isinstance(model, DecoderOnly):
             raise TypeError("text is continued by a decoder-only model")
         likelihood = evaluate.text_likelihood(model, self._tokenizer, texts)
@@ -227,14 +229,14 @@ def make_task(recipe: Recipe) -> Task:
     if recipe.data.lacks_files:
         source = recipe.data.source
         raise TaskError(f"paths is empty, {source} needs files to train on: --set paths={_EXAMPLES[source]}")
-    make = _MAKERS[recipe.data.source, recipe.model.architecture]
+    make = _MAKERS[recipe.data.source, recipe.model.family]
     try:
         return make(recipe.data, recipe.model, recipe.train)
     except DataError as error:
         raise TaskError(str(error)) from error
 
 
-def fit_vocabulary(model: ModelConfig, task: Task) -> ModelConfig:
+def fit_vocabulary(model: NetworkConfig, task: Task) -> NetworkConfig:
     """The configuration with the vocabulary sizes of the tokenizers.
 
     Two tokenizers mean two token tables, even of equal size.
@@ -249,7 +251,7 @@ def fit_vocabulary(model: ModelConfig, task: Task) -> ModelConfig:
     )
 
 
-def _make_dates(data: DataConfig, model: ModelConfig, train: TrainConfig) -> Task:
+def _make_dates(data: DataConfig, model: NetworkConfig, train: TrainConfig) -> Task:
     sides: dict[Side, list[TextPair]] = {
         side: [TextPair(example.text, example.iso) for example in examples]
         for side, examples in (
@@ -265,13 +267,13 @@ def _make_dates(data: DataConfig, model: ModelConfig, train: TrainConfig) -> Tas
     return DatesTask(corpus, vocabulary.for_pairs(data, model, sources, targets, dates.alphabet()), model, train)
 
 
-def _make_pairs(data: DataConfig, model: ModelConfig, train: TrainConfig) -> Task:
+def _make_pairs(data: DataConfig, model: NetworkConfig, train: TrainConfig) -> Task:
     corpus = pairs.load(data)
     sources, targets = ([pair[side] for pair in corpus.training] for side in (0, 1))
     return PairTask(corpus, vocabulary.for_pairs(data, model, sources, targets), model, train)
 
 
-def _make_stdlib(data: DataConfig, model: ModelConfig, train: TrainConfig) -> Task:
+def _make_stdlib(data: DataConfig, model: NetworkConfig, train: TrainConfig) -> Task:
     try:
         split = stdlib.split()
     except FileNotFoundError as error:
@@ -289,13 +291,13 @@ def _make_stdlib(data: DataConfig, model: ModelConfig, train: TrainConfig) -> Ta
     return TextTask(Corpus(training, validation, test, facts), tokenizers, model, train)
 
 
-def _make_text(data: DataConfig, model: ModelConfig, train: TrainConfig) -> Task:
+def _make_text(data: DataConfig, model: NetworkConfig, train: TrainConfig) -> Task:
     corpus = documents.load(data)
     tokenizers = vocabulary.for_text(data, model, [document.text for document in corpus.training])
     return TextTask(corpus, tokenizers, model, train)
 
 
-_MAKERS: Mapping[tuple[DataSource, Architecture], Callable[[DataConfig, ModelConfig, TrainConfig], Task]] = {
+_MAKERS: Mapping[tuple[DataSource, Architecture], Callable[[DataConfig, NetworkConfig, TrainConfig], Task]] = {
     (DataSource.DATES, Architecture.ENCODER_DECODER): _make_dates,
     (DataSource.STDLIB, Architecture.DECODER_ONLY): _make_stdlib,
     (DataSource.TEXT, Architecture.DECODER_ONLY): _make_text,
@@ -345,13 +347,13 @@ def _encode(encode: Callable[[Sequence[str]], list[list[int]]], texts: Sequence[
     return [array("i", ids) for start in starts for ids in encode(texts[start : start + _TEXTS_AT_A_TIME])]
 
 
-def _loss(model: Transformer, ids: Sequence[Pair]) -> Scores:
+def _loss(model: Network, ids: Sequence[Pair]) -> Scores:
     likelihood = evaluate.pair_loss(_reads_pairs(model), ids)
     return {"loss": likelihood.loss, "perplexity": likelihood.perplexity}
 
 
-def _reads_pairs(model: Transformer) -> EncoderDecoder:
-    if not isinstance(model, EncoderDecoder):
+def _reads_pairs(model: Network) -> Translator:
+    if isinstance(model, DecoderOnly):
         raise TypeError("pairs are read by an encoder-decoder")
     return model
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from model.nn.transformer import Transformer, build, num_parameters
-from model.spec import cost
+from model.nn.networks import Network, build, summary
+from model.nn.transformer import num_parameters
 from model.training import curves, record, resume
 from model.training.config import TrainConfig
 from model.training.curves import CurveLog, Point
@@ -125,7 +125,7 @@ def recipe_config(recipe: Recipe) -> TrainConfig:
 
 def prepare(
     recipe: Recipe, reporter: Reporter, parallel: Parallel, make: Callable[[Recipe], Task]
-) -> tuple[Task, Transformer]:
+) -> tuple[Task, Network]:
     """Reads the data, builds the model on the CPU, and reports its cost.
 
     Raises:
@@ -137,7 +137,7 @@ def prepare(
     for note in task.facts.get("notes", ()):
         reporter.say(note)
     model = build(fit_vocabulary(recipe.model, task), config.seed)
-    reporter.say(cost.summary(model.config))
+    reporter.say(summary(model.config))
     return task, model
 
 
@@ -148,7 +148,7 @@ class _Run:
         self,
         recipe: Recipe,
         task: Task,
-        model: Transformer,
+        model: Network,
         folder: Path,
         reporter: Reporter,
         parallel: Parallel,

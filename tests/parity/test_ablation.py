@@ -1,152 +1,42 @@
-"""The ablation: its recurrent baseline is what it says, rows differ in one thing, its table is what was measured."""
+"""The ablation: its GRU is as large as the base, rows differ in one thing, its table is what was measured."""
 
 from __future__ import annotations
 
 import json
-import math
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.frame.scenario import Run
 from benchmarks.scenarios import ablation as scenario
 from benchmarks.training import ablation
-from benchmarks.training.ablation import EXPERIMENTS, ROWS, Network, plan
-from benchmarks.training.gru import RecurrentConfig, RecurrentEncoderDecoder, build_recurrent, equal_size
-from model import evaluate
-from model.data.batches import Pair, pad
+from benchmarks.training.ablation import EXPERIMENTS, ROWS, plan
 from model.nn.transformer import build, num_parameters
-from model.training.config import OptimizerName, Schedule, TrainConfig, TrainPrecision
-from model.training.loop import Loop
+from model.spec import recurrent
 from model.training.presets import resolve
 from tests.environment import ROOT
 
 DOCS = ROOT / "docs"
-CONFIG = RecurrentConfig(vocab_size=16, d_model=12, hidden=10)
-TINY = ("d_model=16", "d_ff=32", "max_examples=40", "batch_tokens=150")
-
-
-@pytest.fixture
-def model() -> RecurrentEncoderDecoder:
-    return build_recurrent(CONFIG, seed=0).eval()
-
-
-def random_ids(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randint(3, CONFIG.vocab_size, shape, generator=torch.Generator().manual_seed(seed))
-
-
-def test_the_gru_does_not_see_padding(model: RecurrentEncoderDecoder) -> None:
-    sources, targets, lengths = random_ids(0, 3, 7), random_ids(1, 3, 5), torch.tensor([7, 4, 1])
-    logits = model(sources, lengths, targets)
-    other = torch.where(torch.arange(7) < lengths[:, None], sources, random_ids(2, 3, 7))
-    wider = torch.cat((other, random_ids(3, 3, 4)), dim=1)
-    torch.testing.assert_close(model(wider, lengths, targets), logits)
-    for row, length in enumerate(lengths.tolist()):
-        alone = model(sources[row : row + 1, :length], lengths[row : row + 1], targets[row : row + 1])
-        torch.testing.assert_close(alone[0], logits[row])
-
-
-def test_the_gru_reads_its_source_both_ways(model: RecurrentEncoderDecoder) -> None:
-    sources, targets, lengths = random_ids(0, 1, 6), random_ids(1, 1, 4), torch.tensor([6])
-    logits = model(sources, lengths, targets)
-    for position in range(6):
-        changed = sources.clone()
-        changed[0, position] = 3 + (changed[0, position] - 2) % (CONFIG.vocab_size - 3)
-        assert not torch.allclose(model(changed, lengths, targets)[0, 0], logits[0, 0], rtol=1e-4)
-
-
-def test_the_gru_writes_from_left_to_right(model: RecurrentEncoderDecoder) -> None:
-    sources, targets, lengths = random_ids(0, 2, 6), random_ids(1, 2, 5), torch.tensor([6, 3])
-    logits = model(sources, lengths, targets)
-    for position in range(5):
-        changed = targets.clone()
-        changed[:, position] = 3 + (changed[:, position] - 2) % (CONFIG.vocab_size - 3)
-        found = model(sources, lengths, changed)
-        assert torch.equal(found[:, :position], logits[:, :position])
-        assert not torch.allclose(found[:, position], logits[:, position], rtol=1e-4)
-
-
-def test_the_gru_attends_as_bahdanau_writes_it(model: RecurrentEncoderDecoder) -> None:
-    sources, lengths = random_ids(0, 1, 5), torch.tensor([5])
-    target = random_ids(1, 1, 2)
-    annotations, state = model.encode(sources, lengths)
-    for token in target[0]:
-        energies = [
-            (model.vector.weight[0] * torch.tanh(model.query.weight @ state[0] + model.key.weight @ annotation)).sum()
-            for annotation in annotations[0]
-        ]
-        weights = torch.stack(energies).softmax(dim=0)
-        context = sum(weight * annotation for weight, annotation in zip(weights, annotations[0], strict=True))
-        embedded = model.tokens.weight[token] * math.sqrt(CONFIG.d_model)
-        state = model.decoder(torch.cat((embedded, context))[None], state)
-        read = torch.tanh(model.readout(torch.cat((embedded, context, state[0]))))
-        expected = model.tokens.weight @ read
-    torch.testing.assert_close(model(sources, lengths, target)[0, -1], expected)
+TINY = ("d_model=16", "max_examples=40", "batch_tokens=150")
 
 
 def test_the_gru_is_as_large_as_the_base() -> None:
-    (base,) = (run for run in plan(ROWS, seeds=1) if run.row.name == "base")
-    config = base.recipe.model
-    wanted = num_parameters(build(config, seed=0))
-    found = equal_size(config)
+    base, gru = (run.recipe.model for run in plan(ROWS, seeds=1) if run.row.name in ("base", "gru"))
+    wanted = num_parameters(build(base, seed=0))
     distances = {
-        hidden: abs(
-            num_parameters(
-                RecurrentEncoderDecoder(
-                    RecurrentConfig(vocab_size=config.vocab_size, d_model=config.d_model, hidden=hidden)
-                )
-            )
-            - wanted
-        )
-        for hidden in (found.hidden - 1, found.hidden, found.hidden + 1)
+        hidden: abs(recurrent.num_parameters(replace(gru, hidden=hidden)) - wanted)
+        for hidden in (gru.hidden - 1, gru.hidden, gru.hidden + 1)
     }
-    assert min(distances, key=distances.__getitem__) == found.hidden
-    assert distances[found.hidden] / wanted < 0.02
-
-
-@pytest.mark.parametrize("override", ["tie_embeddings=false", "share_embeddings=false", "source_vocab_size=99"])
-def test_a_transformer_of_two_token_tables_has_no_gru_beside_it(override: str) -> None:
-    with pytest.raises(ValueError, match="one token table"):
-        equal_size(resolve("dates", [override]).model)
-
-
-def test_the_grus_weights_depend_on_the_seed_alone() -> None:
-    before = torch.random.get_rng_state()
-    first, again, other = (build_recurrent(CONFIG, seed).state_dict() for seed in (1, 1, 2))
-    assert torch.equal(torch.random.get_rng_state(), before)
-    assert all(torch.equal(first[name], again[name]) for name in first)
-    assert not torch.equal(first["query.weight"], other["query.weight"])
-
-
-def test_the_gru_learns_a_batch_by_heart_in_the_transformers_loop() -> None:
-    pairs = [
-        Pair(random_ids(seed, 4 + seed % 5).tolist(), random_ids(100 + seed, 2 + seed % 4).tolist())
-        for seed in range(8)
-    ]
-    model = build_recurrent(RecurrentConfig(vocab_size=16, d_model=16, hidden=24), seed=0)
-    assert evaluate.exact_match(model, pairs) == 0.0
-    train = TrainConfig(
-        steps=120,
-        batch_tokens=1,
-        optimizer=OptimizerName.ADAMW,
-        learning_rate=2e-2,
-        schedule=Schedule.CONSTANT,
-        precision=TrainPrecision.FP32,
-    )
-    loop = Loop(model, lambda _: pad(pairs), train)
-    losses = [loop.update().loss for _ in range(train.steps)]
-    assert losses[0] > 2.0
-    assert losses[-1] < 0.01
-    assert evaluate.exact_match(model.eval(), pairs) == 1.0
+    assert min(distances, key=distances.__getitem__) == gru.hidden
+    assert distances[gru.hidden] / wanted < 0.02
 
 
 def test_every_row_differs_from_its_experiment_in_its_own_overrides_alone() -> None:
     for row, run in zip(ROWS, plan(ROWS, seeds=1), strict=True):
         experiment = EXPERIMENTS[row.experiment]
-        base = resolve("dates", (*experiment.overrides, f"steps={experiment.steps}", "seed=0"))
+        base = resolve(row.preset, (*experiment.overrides, f"steps={experiment.steps}", "seed=0"))
         plain = {**base.model.to_dict(), **base.train.to_dict()}
         changed = {**run.settings["model"], **run.settings["train"]}
         differing = {key for key in plain if plain[key] != changed[key]}
@@ -186,7 +76,7 @@ def test_the_scenario_measures_every_run_once_and_resumes(tmp_path: Path) -> Non
         assert run["seconds_per_step"] > 0.0
         assert [step for step, _ in run["curve"]] == [1, 2, 3, 4]
     assert found["runs"][0]["loss"] != found["runs"][2]["loss"]
-    assert found["rows"]["gru"]["network"] == Network.GRU
+    assert found["rows"]["gru"]["model"]["cell"] == "gru"
     assert found["rows"]["base"]["model"]["d_model"] == 16
     about = {"settings": {"jobs": 1}, "machine": {"processor": "p", "cores": 2}}
     assert "GRU" in scenario.render(found | about)

@@ -107,6 +107,32 @@ def test_a_wrong_tokenizer_or_special_id_is_refused(family: str, name: str, tmp_
     refused(folder, f"{GOLDEN_TEXTS}: {said}")
 
 
+def test_a_model_of_words_is_trained_exported_and_loaded_and_its_golden_texts_hold_its_words(tmp_path: Path) -> None:
+    text, ours, folder = tmp_path / "text.txt", tmp_path / "ours", tmp_path / "artifact"
+    written = "The money bank grows.\nThe river bank flows, number {}, and the money grows.\n\n"
+    text.write_text("".join(written.format(number) for number in range(300)), encoding="utf-8")
+    recipe = Path(__file__).parents[2] / "examples/recipes/text.toml"
+    data = {"paths": text, "tokenizer": "words", "min_frequency": 2, "vocab_size": 24}
+    sizes = {"context": 32, "d_model": 16, "num_heads": 1, "d_ff": 16, "num_layers": 1}
+    settings = data | sizes | {"steps": 2, "batch_tokens": 64}
+    overrides = [f"--set={name}={value}" for name, value in settings.items()]
+    assert main(["train", str(recipe), *overrides, "--out", str(ours)]) == 0
+    assert export_main([str(ours), "--out", str(folder)]) == 0
+    served = load_model(folder)
+    ids = served.prompt_tokenizer.encode("The river bank overflows.")
+    words = [served.prompt_tokenizer.token(index) for index in ids]
+    assert words == ["<bos>", " The", " river", " bank", "<unk>", "."]
+    assert served.output_tokenizer.decode(ids) == "The river bank."
+
+    def swap(described: dict[str, Any]) -> None:
+        vocabulary = described["model"]["vocab"]
+        vocabulary[" river"], vocabulary[" money"] = vocabulary[" money"], vocabulary[" river"]
+
+    changed(TOKENIZER, swap)(folder)
+    rehash(folder)
+    refused(folder, GOLDEN_TEXTS)
+
+
 def forget_a_merge(described: dict[str, Any]) -> None:
     described["model"]["merges"].pop(0)
 

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model.data import vocabulary
-from model.data.config import DataConfig
+from model.data.config import DataConfig, DataConfigError
 from model.data.files import DataError
 from model.spec.artifact import TARGET_TOKENIZER, TOKENIZER
 from model.spec.config import Architecture, ModelConfig
 from model.spec.tokenizer import Tokenizer
-from model.tokenizer_training import CODE_PATTERN, byte_level_bpe, characters, one_word_per_id, single_bytes
+from model.tokenizer_training import CODE_PATTERN, byte_level_bpe, characters, one_word_per_id, single_bytes, words
 
 ENGLISH = [f"the cat number {index} sat on the mat" for index in range(50)]
 GERMAN = [f"die Katze Nummer {index} saß auf der Matte" for index in range(50)]
@@ -68,6 +68,18 @@ def test_every_kind_keeps_within_its_vocabulary_and_gives_its_texts_back(kind: s
         assert kind == "characters" or back == text
 
 
+def test_rare_words_may_be_unknown_within_a_bound() -> None:
+    # One token in nine is a number, once on either side.
+    made = vocabulary.for_pairs(data(tokenizer="words", min_frequency=3), model(), ENGLISH, GERMAN)
+    assert made.source.vocab_size == 4 + len({*ENGLISH[0].split(), *GERMAN[0].split()} - {"0"})
+    assert 0.1 < vocabulary.unknown_share(made.source, ENGLISH) < vocabulary.MAX_UNKNOWN_WORDS
+    rare = [f"{index} {index + 1000}" for index in range(60)]
+    assert refusal(data(tokenizer="words", min_frequency=2), model(), rare).endswith("at most 25% may be")
+    assert refusal(data(tokenizer="words", min_frequency=999), model()).startswith("min_frequency is 999, no word")
+    with pytest.raises(DataConfigError, match="min_frequency is 2, only tokenizer words has one"):
+        data(tokenizer="bpe", min_frequency=2)
+
+
 def test_two_tokenizers_are_each_made_from_their_own_side() -> None:
     config = data(tokenizer="characters", shared_tokenizer=False)
     made = vocabulary.for_pairs(config, model(source_vocab_size=100), ENGLISH, GERMAN)
@@ -97,7 +109,7 @@ def test_more_characters_than_fit_are_refused_with_the_share_that_is_unknown() -
 
 
 @pytest.mark.parametrize("architecture", list(Architecture))
-@pytest.mark.parametrize("kind", ["bpe", "bytes", "characters"])
+@pytest.mark.parametrize("kind", ["bpe", "bytes", "characters", "words"])
 def test_a_tokenizer_made_for_such_a_run_is_taken_as_it_is(
     tmp_path: Path, architecture: Architecture, kind: str
 ) -> None:
@@ -107,6 +119,7 @@ def test_a_tokenizer_made_for_such_a_run_is_taken_as_it_is(
         "bpe": lambda: byte_level_bpe(texts, 300, architecture),
         "bytes": lambda: single_bytes(300, architecture),
         "characters": lambda: characters(texts, architecture),
+        "words": lambda: words(texts, architecture),
     }[kind]()
     config = data(tokenizer_file=save(tmp_path / "mine.json", made))
     loaded = make(config, of, ENGLISH, GERMAN)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import time
@@ -24,6 +25,7 @@ from model.tokenizer_training import (
     characters,
     one_word_per_id,
     single_bytes,
+    words,
 )
 
 SOURCE = """def add(a, b):
@@ -43,6 +45,12 @@ BYTES = single_bytes(259, Architecture.ENCODER_DECODER)
 LETTERS = characters(["Über den Wolken,\n\tüber ALLEM"], Architecture.ENCODER_DECODER, fold=False)
 WORDS = one_word_per_id(300, Architecture.DECODER_ONLY)
 
+BANK = words(
+    ["Money bank grows.", "River bank,\n\tbank  flows.Money . bank"] * 2 + ["once"],
+    Architecture.DECODER_ONLY,
+    min_frequency=2,
+)
+
 any_text = st.text(st.characters(exclude_categories=["Cs"]))
 
 
@@ -61,6 +69,33 @@ def test_text_of_so_many_tokens_has_no_more_bytes_than_they_hold(tokenizer: Toke
         num_tokens = len(tokenizer.encode_plain(each))
         assert len(each.encode()) <= tokenizer.max_bytes(num_tokens)
     assert tokenizer.max_bytes(1) < LOSSY_TOKEN_BYTES
+
+
+@given(st.lists(st.sampled_from([".Money", " Money", " bank", ".", " ", "  ", "\n", "\t"])).map("".join))
+def test_lines_of_known_words_come_back_whatever_their_blanks(text: str) -> None:
+    ids = BANK.encode_plain(text)
+    assert {BANK.token(index) for index in ids} <= {"Money", " Money", "bank", " bank", ".", " .", " ", "\n", "\t"}
+    assert BANK.decode(ids) == text
+    # As a stream of tokens, text only grows.
+    parts = [BANK.decode(ids[:count]) for count in range(len(ids) + 1)]
+    assert all(after.startswith(before) for before, after in itertools.pairwise(parts))
+
+
+def test_a_word_has_one_token_wherever_in_a_line() -> None:
+    ids = BANK.encode_plain("bank bank.\nbank\n\n bank")
+    assert [BANK.token(index) for index in ids] == [" bank", " bank", ".", "\n", " bank", "\n", "\n", " ", " bank"]
+
+
+def test_rarer_words_than_the_cut_are_unknown_and_control_tokens_are_never_spelled() -> None:
+    assert [BANK.token(index) for index in BANK.encode("Money bank once")] == [BOS, " Money", " bank", UNKNOWN]
+    assert set(BANK.encode_plain("<bos><unk>")) == {BANK.unknown_id}
+    assert BANK.decode(BANK.encode("Money once bank")) == "Money bank"
+    two = words(["b b a a c"], Architecture.ENCODER_DECODER, vocab_size=6)
+    assert [two.token(index) for index in two.encode("a b c")] == [" a", " b", UNKNOWN, EOS]
+    with pytest.raises(ValueError, match="vocab_size is 4, words need at least 5"):
+        words(["a"], Architecture.DECODER_ONLY, vocab_size=4)
+    with pytest.raises(ValueError, match="min_frequency is 3, no word of the texts is as frequent"):
+        words(["a a"], Architecture.DECODER_ONLY, min_frequency=3)
 
 
 def changed(**parts: Any) -> Tokenizer:

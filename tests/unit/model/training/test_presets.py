@@ -115,7 +115,7 @@ PROBLEMS: list[tuple[str, list[str], tuple[str, ...]]] = [
             "steps is 0, must be at least 1",
         ),
     ),
-    ("detas", [], ("neither a preset (dates, stdlib, paper, gpt2-124m, llama-110m, law) nor a .json or .toml file",)),
+    ("detas", [], (f"neither a preset ({', '.join(PRESETS)}) nor a .json or .toml file",)),
 ]
 
 
