@@ -30,6 +30,7 @@ from service.telemetry.exporting import open_tracer
 from service.telemetry.metrics import TIME_BUCKETS
 from service.telemetry.otel import OtelTracer
 from tests.fakes import FakeRunner, Gate, script
+from tests.http_calls import ask
 from tests.servers import (
     MODEL,
     SLOTS,
@@ -157,6 +158,23 @@ async def test_unary_call_is_one_server_span_around_queue_prefill_and_decode(kep
     assert (scheduled, first) == (prefill_start, decode_start)
     start, end = times(call)
     assert before <= start <= arrival <= scheduled <= first <= finished <= end <= time.time_ns()
+
+
+async def test_a_call_over_http_is_a_span_below_its_clients(kept: Kept) -> None:
+    async with running(tracer=kept.tracer, http_port=0) as server:
+        parent = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
+        answer = await ask(server, "/v1/completions", {"prompt": "abc", "max_tokens": 3, "request_id": "mine"}, parent)
+        assert answer.status == 200
+    call, parts = await kept.call()
+    assert call.name == "/v1/completions"
+    assert call.parent is not None
+    assert f"{call.parent.span_id:x}" == "b7ad6b7169203331"
+    attributes = attrs(call)
+    assert (attributes["http.route"], attributes["http.response.status_code"]) == ("/v1/completions", 200)
+    assert (attributes["gen_ai.response.id"], attributes["gen_ai.usage.output_tokens"]) == ("mine", 3)
+    assert "error.type" not in attributes
+    assert not any(name.startswith("rpc.") for name in attributes)
+    assert list(parts) == ["queue", "prefill", "decode"]
 
 
 async def test_several_outputs_have_a_finish_reason_each(kept: Kept) -> None:
