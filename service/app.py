@@ -308,7 +308,11 @@ class App:
     async def _open_http(self) -> int | None:
         if self._http is None or self._config.http_port is None:
             return None
-        return await self._http.start(self._config.host, self._config.http_port)
+        try:
+            return await self._http.start(self._config.host, self._config.http_port)
+        except OnwardError:
+            await self._server.stop(0)
+            raise
 
     def _make_server(self) -> Server:
         """A gRPC server belongs to the event loop that runs when it is made, so it cannot be made any earlier."""

@@ -76,7 +76,8 @@ async def test_a_head_that_does_not_end_is_cut_off(monkeypatch: pytest.MonkeyPat
     ],
     ids=["many headers", "a long header", "a long path", "a long name"],
 )
-async def test_a_flood_in_the_head_is_refused(head: bytes) -> None:
+async def test_a_flood_in_the_head_is_refused(head: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "_HEAD_SECONDS", 3600.0)  # not by its time
     async with serving() as server:
         answer = await send(server, head)
         assert answer == b"" or answer.startswith((b"HTTP/1.1 431 ", b"HTTP/1.1 400 "))
@@ -203,7 +204,8 @@ async def answering(handler: Callable[[Request], Any], **changes: Any) -> AsyncI
     port = await server.start("127.0.0.1", 0)
     endpoint = type("Endpoint", (), {"host": "127.0.0.1", "http_port": port})
     try:
-        yield type("Server", (), {"endpoint": endpoint}), open_calls  # type: ignore[misc]
+        app = type("App", (), {"_http": server})
+        yield type("Server", (), {"endpoint": endpoint, "app": app}), open_calls  # type: ignore[misc]
     finally:
         await server.stop(1)
 
@@ -235,6 +237,22 @@ def read_all(slow: socket.socket) -> int:
         while part := slow.recv(1 << 16):
             received += len(part)
     return received
+
+
+async def test_a_connection_whose_last_answer_is_never_taken_ends() -> None:
+    async def handler(request: Request) -> bytes:
+        return b"y" * (1 << 20)
+
+    async with answering(handler, max_stall_seconds=0.5) as (server, open_calls):
+        slow = socket.socket()
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.connect((server.endpoint.host, server.endpoint.http_port))
+        slow.sendall(request_bytes("/it"))
+        connections = server.app._http._state.connections
+        await eventually(lambda: bool(connections))
+        await eventually(lambda: not connections)
+        slow.close()
+        assert open_calls.num_open == 0
 
 
 async def test_a_client_that_takes_all_gets_all_of_a_large_answer() -> None:

@@ -80,13 +80,20 @@ async def test_an_error_behind_the_first_token_is_an_event_that_clients_raise() 
     """block/goose#8027."""
 
     def script(request: GenerationRequest) -> list[list[TokenEvent]]:
-        return [[token(5)], [], [token(None, reason=FinishReason.CANCELLED)]]
+        return [[token(5)], [], [token(None, reason=FinishReason.DEADLINE)]]
 
     async with serving(engines={MODEL: ScriptedEngine(script)}, trust=True) as server, openai(server) as client:
         stream = await client.chat.completions.create(messages=MESSAGES, stream=True, **OPTIONS)
-        with pytest.raises(library.APIError):
-            async for _ in stream:
-                pass
+        said: list[str] = []
+
+        async def read() -> None:
+            async for chunk in stream:
+                said.append(chunk.choices[0].delta.content or "")  # noqa: PERF401 (kept when it raises)
+
+        with pytest.raises(library.APIError, match="the deadline passed after 1 tokens") as caught:
+            await read()
+        assert len("".join(said)) == 1
+        assert caught.value.code == "deadline_exceeded"
 
 
 async def test_an_error_before_the_first_token_has_a_status_of_its_own() -> None:
