@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
+from weakref import WeakValueDictionary
 
 from model.spec import golden, golden_origin, golden_texts
 from model.spec.artifact import (
@@ -51,6 +52,8 @@ from service.repository.memory_plan import PROCESS_BYTES, MemoryPlan, in_units, 
 from service.repository.models import ServedModel
 
 _LOGGER = logging.getLogger(__name__)
+# Of the models that are there; by the tokenizer's file, what the model adds to it, and its ends.
+_VOCABULARIES: WeakValueDictionary[tuple[str, int, tuple[int, ...]], Vocabulary] = WeakValueDictionary()
 
 _Item = TypeVar("_Item")
 _Loaded = TypeVar("_Loaded")
@@ -322,8 +325,21 @@ def _read(name: str, folder: Path, manifest: Manifest) -> ServedModel:
         output_tokenizer=output,
         golden_cases=cases,
         chat=chat,
-        vocabulary=_vocabulary(name, output, manifest),
+        vocabulary=_shared_vocabulary(name, output, manifest),
     )
+
+
+def _shared_vocabulary(name: str, tokenizer: Tokenizer, manifest: Manifest) -> Vocabulary | None:
+    """The vocabulary of a tokenizer's file. Models that have the same share it, as those before and after a reload.
+
+    A large one takes half a second with the interpreter's lock, in which streams stand still, and tens of megabytes.
+    """
+    file = manifest.files[TARGET_TOKENIZER if TARGET_TOKENIZER in manifest.files else TOKENIZER]
+    key = file.sha256, manifest.config.vocab_size, manifest.eos_ids
+    vocabulary = _VOCABULARIES.get(key)
+    if vocabulary is None and (vocabulary := _vocabulary(name, tokenizer, manifest)) is not None:
+        _VOCABULARIES[key] = vocabulary
+    return vocabulary
 
 
 def _vocabulary(name: str, tokenizer: Tokenizer, manifest: Manifest) -> Vocabulary | None:
