@@ -117,13 +117,15 @@ def check_room(manifest: Manifest, config: ServeConfig, num_bytes: int, promised
     if limit is None or manifest.device is BuiltFor.CUDA:
         return
     copied = sum(graph_weight_bytes(manifest, graph) for graph in (DECODER, ENCODER) if graph in manifest.graphs)
-    needed = copied + num_bytes
-    left = max(0, limit - max(resident_bytes(), PROCESS_BYTES + promised))
+    needed, resident, taken = copied + num_bytes, resident_bytes(), PROCESS_BYTES + promised
+    left = max(0, limit - max(resident, taken))
     if needed > left:
+        # Where more is in use already, fewer K/V may not help.
+        hint = f"; a server with {needed + taken - limit} bytes fewer of K/V (--kv-memory) has room"
         raise StartupError(
             [
                 f"loading it needs up to {needed} bytes of memory, of {limit} there are {left} left beside what is "
-                "served and its K/V; a smaller --kv-memory leaves more"
+                f"served and its K/V{hint if taken >= resident else ''}"
             ]
         )
 
