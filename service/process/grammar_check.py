@@ -116,7 +116,9 @@ def _escape(name: str) -> str:
 
 
 def shorten_error(error: str) -> str:
-    """An error of llguidance for a client: without the state that may follow it."""
+    """An error of llguidance for a client: without the state or the traceback, with its paths, that may follow it."""
+    if error.startswith("panic"):
+        return "llguidance fails at it"
     text = "matches nothing" if "NoExtensionBias" in error else error.split("\n<", maxsplit=1)[0]
     return " ".join(text.split())[:_MAX_ERROR]
 

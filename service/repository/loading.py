@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
+from weakref import WeakValueDictionary
 
 from model.spec import golden, golden_origin, golden_texts
 from model.spec.artifact import (
@@ -51,6 +52,8 @@ from service.repository.memory_plan import PROCESS_BYTES, MemoryPlan, in_units, 
 from service.repository.models import ServedModel
 
 _LOGGER = logging.getLogger(__name__)
+# Of the models that are there; by the tokenizer's file, what the model adds to it, and its ends.
+_VOCABULARIES: WeakValueDictionary[tuple[str, int, tuple[int, ...]], Vocabulary] = WeakValueDictionary()
 
 _Item = TypeVar("_Item")
 _Loaded = TypeVar("_Loaded")
@@ -114,13 +117,15 @@ def check_room(manifest: Manifest, config: ServeConfig, num_bytes: int, promised
     if limit is None or manifest.device is BuiltFor.CUDA:
         return
     copied = sum(graph_weight_bytes(manifest, graph) for graph in (DECODER, ENCODER) if graph in manifest.graphs)
-    needed = copied + num_bytes
-    left = max(0, limit - max(resident_bytes(), PROCESS_BYTES + promised))
+    needed, resident, taken = copied + num_bytes, resident_bytes(), PROCESS_BYTES + promised
+    left = max(0, limit - max(resident, taken))
     if needed > left:
+        # Where more is in use already, fewer K/V may not help.
+        hint = f"; a server with {needed + taken - limit} bytes fewer of K/V (--kv-memory) has room"
         raise StartupError(
             [
                 f"loading it needs up to {needed} bytes of memory, of {limit} there are {left} left beside what is "
-                "served and its K/V; a smaller --kv-memory leaves more"
+                f"served and its K/V{hint if taken >= resident else ''}"
             ]
         )
 
@@ -322,8 +327,21 @@ def _read(name: str, folder: Path, manifest: Manifest) -> ServedModel:
         output_tokenizer=output,
         golden_cases=cases,
         chat=chat,
-        vocabulary=_vocabulary(name, output, manifest),
+        vocabulary=_shared_vocabulary(name, output, manifest),
     )
+
+
+def _shared_vocabulary(name: str, tokenizer: Tokenizer, manifest: Manifest) -> Vocabulary | None:
+    """The vocabulary of a tokenizer's file. Models that have the same share it, as those before and after a reload.
+
+    A large one takes half a second with the interpreter's lock, in which streams stand still, and tens of megabytes.
+    """
+    file = manifest.files[TARGET_TOKENIZER if TARGET_TOKENIZER in manifest.files else TOKENIZER]
+    key = file.sha256, manifest.config.vocab_size, manifest.eos_ids
+    vocabulary = _VOCABULARIES.get(key)
+    if vocabulary is None and (vocabulary := _vocabulary(name, tokenizer, manifest)) is not None:
+        _VOCABULARIES[key] = vocabulary
+    return vocabulary
 
 
 def _vocabulary(name: str, tokenizer: Tokenizer, manifest: Manifest) -> Vocabulary | None:

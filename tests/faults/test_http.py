@@ -210,6 +210,40 @@ async def answering(handler: Callable[[Request], Any], **changes: Any) -> AsyncI
         await server.stop(1)
 
 
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"\ud800": 1}, "\ud800"),
+        ({"logit_bias": {"\ud800": 1}}, "logit_bias[\ud800]"),
+        ({"stream": True, "stream_options": {"\udfff": 1}}, "stream_options.\udfff"),
+    ],
+)
+async def test_a_name_that_is_no_unicode_is_refused_by_that_name(fields: dict[str, Any], param: str) -> None:
+    async with serving() as server:
+        answer = await ask(server, COMPLETIONS, {**FIELDS, **fields})
+    assert (answer.status, answer.error["param"]) == (400, param)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_request_id_that_no_header_can_have_is_percent_encoded_there(*, streamed: bool) -> None:
+    async with serving() as server:
+        answer = await ask(server, COMPLETIONS, {**FIELDS, "request_id": "é 50%日", "stream": streamed})
+    assert (answer.status, answer.headers["x-request-id"]) == (200, "%C3%A9 50%%E6%97%A5")
+    assert (answer.events[0] if streamed else answer.json)["id"] == "cmpl-é 50%日"
+
+
+async def test_an_answer_that_cannot_be_sent_is_logged_and_ends_its_connection(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def handler(_request: Request) -> Any:
+        return "no bytes"
+
+    async with answering(handler) as (server, open_calls):
+        assert (await send(server, request_bytes("/it"))).endswith(b"\r\n\r\n")
+        await open_calls.wait_idle()
+    assert "an answer could not be sent" in caplog.text
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_a_client_that_reads_nothing_is_cut_off(*, streamed: bool) -> None:
     async def handler(request: Request) -> bytes:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from onward.v1 import model_pb2
 from service.app import App, Ready, run
 from service.errors import StartupError
 from service.repository.models import ModelState
@@ -167,6 +168,14 @@ async def test_signals_drain_as_over_grpc() -> None:
     assert await process == 0
     with pytest.raises(ConnectionError):
         await connect(server)
+
+
+async def test_health_is_unavailable_at_a_stop_where_no_model_is_served() -> None:
+    async with serving() as server:
+        await server.models.UnloadModel(model_pb2.UnloadModelRequest(model=MODEL))
+        assert (await ask(server, "/health")).status == 200
+        server.app._http.withdraw()
+        assert (await ask(server, "/health")).status == 503
 
 
 @pytest.mark.parametrize("stage", ["in the head", "in the body", "in the queue", "while it runs", "in a stream"])

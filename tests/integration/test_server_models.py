@@ -257,6 +257,7 @@ async def test_a_model_whose_weights_have_no_room_twice_is_refused_before_it_is_
             error = await status_of(change("b"))
             assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
             assert f"needs up to {needed} bytes of memory, of {limit} there are {needed - 1} left" in str(error)
+            assert ("with 1 bytes fewer of K/V (--kv-memory) has room" in str(error)) == (resident == 0)
             assert tried == []
             limit += 1
             await change("b")

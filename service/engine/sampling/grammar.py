@@ -104,11 +104,13 @@ class _Words:
         return self._split(data)
 
     def _split(self, data: bytes) -> list[int]:
-        """The longest tokens from left to right; KeyError, which ends the request, where there is none."""
+        """The longest tokens from left to right, up to where there is none."""
         ids, at = [], 0
         while at < len(data):
-            ends = range(min(at + self._longest, len(data)), at + 1, -1)
-            end = next((end for end in ends if data[at:end] in self._ids), at + 1)
+            ends = range(min(at + self._longest, len(data)), at, -1)
+            end = next((end for end in ends if data[at:end] in self._ids), None)
+            if end is None:
+                break
             ids.append(self._ids[data[at:end]])
             at = end
         return ids

@@ -69,13 +69,13 @@ class _About:
         """`/v1/models/NAME`."""
         return encode(self._describe(self._models.resolve(request.name)))
 
-    async def health(self, request: Request) -> bytes:  # noqa: ARG002 (a handler's)
+    async def health(self, request: Request) -> bytes:
         """`/health`: whether every model serves. Needs no key, so it names no model.
 
         Raises:
-            NotServing: when one does not.
+            NotServing: when one does not, or the server is stopping, also where no model is served.
         """
-        if not all(entry.is_serving for entry in self._models.entries.values()):
+        if request.exchange.is_last or not all(entry.is_serving for entry in self._models.entries.values()):
             raise NotServing("starting, stopping, or a model does not answer")
         return encode({"status": "serving"})
 

@@ -13,7 +13,7 @@ import pytest
 
 from service.engine.types import StructuredOutput
 from service.process import grammar_check
-from service.process.grammar_check import GrammarCheck, describe_grammar, find_keyword
+from service.process.grammar_check import GrammarCheck, describe_grammar, find_keyword, shorten_error
 from tests.structured import HOSTILE, draw_hostile, draw_schema, regex_of, schema_of
 
 # What may be followed for a while, and costs no more than others do.
@@ -97,6 +97,12 @@ def test_keyword_that_is_refused_is_found(check: GrammarCheck, schema: object, p
     problem = problem_of(check, schema_of(schema))
     assert problem is not None
     assert find_keyword(json.dumps(schema), problem) == place
+
+
+def test_client_sees_no_path_of_a_panic() -> None:
+    panic = 'panic: called `Result::unwrap()` on an `Err` value: Some("Traceback:\\n File \\"/srv/a.py\\"")\n<state>\n'
+    assert "/srv" not in shorten_error(panic)
+    assert shorten_error("too many rules\n<state>\n") == "too many rules"
 
 
 @pytest.mark.parametrize("loosened", [{"lenient": True}, {"coerce_one_of": True}])

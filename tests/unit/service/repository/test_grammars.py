@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import gc as garbage
+import weakref
 from collections.abc import AsyncIterator
 from typing import Any
 from unittest.mock import patch
@@ -11,6 +14,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders
 
+from model.spec.artifact import TOKENIZER, FileEntry
 from model.spec.tokenizer import Tokenizer
 from service.engine.sampling.grammar import Vocabulary
 from service.errors import InvalidRequest, UnsupportedFeature
@@ -67,6 +71,24 @@ def test_model_has_a_vocabulary_where_that_is_possible(decoder: Any, is_installe
     with patch.object(grammar_check, "find_spec", return_value=is_installed or None):
         found = loading._vocabulary("m", Tokenizer(inner), served_model().manifest)
     assert (found is not None) == (is_installed and isinstance(decoder, decoders.Fuse))
+
+
+def test_models_of_one_tokenizer_share_a_vocabulary_as_long_as_they_are_there() -> None:
+    def vocabulary_of(entry: FileEntry, *eos_ids: int) -> Vocabulary | None:
+        files = {**manifest.files, TOKENIZER: entry}
+        asked = dataclasses.replace(manifest, files=files, eos_ids=eos_ids)
+        return loading._shared_vocabulary("m", tokenizer(), asked)
+
+    manifest, entry, other = served_model().manifest, FileEntry("a" * 64, 1), FileEntry("b" * 64, 1)
+    kept = vocabulary_of(entry, 2)
+    assert kept is not None
+    assert vocabulary_of(entry, 2) is kept
+    assert vocabulary_of(other, 2) is not kept
+    assert vocabulary_of(entry, 3) is not kept
+    gone = weakref.ref(kept)
+    del kept
+    garbage.collect()
+    assert gone() is None
 
 
 async def test_model_without_a_vocabulary_is_refused_by_name(compiler: Grammars) -> None:

@@ -142,6 +142,20 @@ def test_token_that_loses_its_space_at_the_beginning_of_a_text_counts_as_what_it
     assert allowed(grammar.start(is_beginning=False), len(names)) == {4, 5}
 
 
+def test_text_that_the_vocabulary_cannot_spell_is_no_fault_where_another_token_has_it() -> None:
+    # " ye" is forced, and "y" is no token.
+    names = ["<s>", "</s>", "yes", "yellow", " "]
+    inner = tokenizers.Tokenizer(models.BPE(vocab={name: at for at, name in enumerate(names)}, merges=[]))
+    inner.add_special_tokens(names[:2])
+    inner.decoder = decoders.Fuse()
+    vocabulary = Vocabulary(Tokenizer(inner), len(names), (1,))
+    matcher = vocabulary.compile(describe_grammar("regex", "(yes|yellow) (yes|yellow)")).start()
+    for token_id, forced in ((2, (4,)), (4, ()), (3, ())):
+        matcher.add(token_id)
+        assert (matcher.forced(), matcher.problem) == (forced, None)
+    assert matcher.is_complete
+
+
 def test_fork_is_independent() -> None:
     matcher = compiled(regex_of("ab|cd")).start()
     fork = matcher.fork()

@@ -56,6 +56,16 @@ def test_forced_tokens_save_a_third_of_the_steps_of_a_record() -> None:
     assert len(drafted) <= 0.7 * len(alone)
 
 
+def test_forced_tokens_beyond_the_end_are_no_drafts() -> None:
+    # Their K/V would lie behind the row's. One token is sampled alone, and one behind the draft.
+    wanted = dataclasses.replace(
+        structured_request(regex_of("abcdefgh"), seed=1), stopping=StoppingParams(max_tokens=3)
+    )
+    outputs, _ = run(wanted, 5, vocab_size=VOCAB_SIZE)
+    assert sum(output.stats.num_draft_tokens for output in outputs) == 1
+    assert tokens_of(outputs, "a") == tokenizer().encode_plain("abc")
+
+
 def test_grammar_that_fails_behind_a_draft_fails_with_its_own_error() -> None:
     # "b" is forced behind "a", and not allowed.
     sampling = SamplingParams(seed=1, allowed_token_ids=tuple(tokenizer().encode_plain("xa")))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from service.errors import InvalidRequest
+from service.transport.http import bodies
 from service.transport.http.bodies import count_elements, parse
 
 
@@ -50,3 +51,26 @@ def test_a_string_that_does_not_end_is_not_searched_again_and_again() -> None:
     # One step for each 512 quotes: as many steps as there are quotes would be quadratic.
     data = b'{"a": "' + b'\\"' * 100_000
     assert len(list(count_elements(data, 10))) < 200
+
+
+class CountedName(str):
+    """A name that counts with how many others it was compared."""
+
+    __slots__ = ()
+    num_compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        CountedName.num_compared += 1
+        return str.__eq__(self, other)  # type: ignore[arg-type]
+
+    __hash__ = str.__hash__
+
+
+def test_name_that_occurs_twice_is_found_without_comparing_all_with_all() -> None:
+    names = [CountedName(f"k{index}") for index in range(1000)]
+    pairs = [(name, 0) for name in (*names, CountedName("k999"))]
+    with pytest.raises(ValueError, match="'k999' occurs twice"):
+        bodies._unique(pairs)
+    assert CountedName.num_compared < 10 * len(names)
+    with pytest.raises(InvalidRequest, match="'b' occurs twice"):
+        parse(b'{"a": 1, "b": 2, "c": 3, "b": 4}')
