@@ -129,6 +129,28 @@ async def test_what_is_pipelined_behind_a_request_is_not_served() -> None:
 
 
 @pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        (COMPLETIONS, {"\ud800": 1}, 400),
+        (COMPLETIONS, {**FIELDS, "logit_bias": {"\ud800": 1}}, 400),
+        ("/v1/responses", {"input": "ab", "max_output_tokens": 1, "metadata": {"\ud800": "\udfff"}}, 200),
+        (COMPLETIONS, {**FIELDS, "request_id": "\u4e2d %2"}, 200),
+    ],
+    ids=["a field's name", "a name in a field", "a label", "a request's id"],
+)
+async def test_text_that_has_no_bytes_of_its_own_is_answered_in_json(path: str, body: Any, status: int) -> None:
+    async with serving() as server:
+        answer = await ask(server, path, body)
+        assert answer.status == status
+        assert answer.headers["content-type"] == "application/json"
+        if "metadata" in body:
+            assert answer.json["metadata"] == body["metadata"]
+        if "request_id" in body:
+            assert answer.headers["x-request-id"] == "%E4%B8%AD %2"
+            assert answer.json["id"].endswith(body["request_id"])
+
+
+@pytest.mark.parametrize(
     ("body", "words"),
     [
         (b"", "must be a JSON object"),

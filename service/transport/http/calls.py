@@ -17,7 +17,7 @@ from typing import Any
 from prometheus_client import Counter
 
 from service.access import Access
-from service.errors import ClientStalled, InvalidRequest, RateLimited, RequestError
+from service.errors import ClientStalled, InvalidRequest, RateLimited, RequestError, report_failure
 from service.telemetry.tracing import Tracer
 from service.transport.admission import OpenCalls, admitted
 from service.transport.call_log import CallLog
@@ -123,6 +123,10 @@ class Calls:
             exchange.abort()
         except asyncio.CancelledError:
             # The client is gone, or the server ends what outlived its grace. uvicorn would log a traceback.
+            exchange.abort()
+        except Exception as error:
+            # Of an answer that cannot be sent. uvicorn's own log of it is off.
+            report_failure("an unexpected error ended an answer", error)
             exchange.abort()
 
     def _find(self, path: str) -> tuple[str, Route | None]:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import aclosing
+from string import printable
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 from model.spec.tokenizer import Tokenizer
 from service.access import current_caller
@@ -142,6 +144,6 @@ class Completions:
 
 
 def accept(request: Request, answer: Answer, part: Accepted) -> None:
-    """The request is admitted: its answer has its names."""
+    """The request is admitted: its answer has its names. A header is ASCII: other characters are percent-encoded."""
     answer.accepted(part)
-    request.exchange.headers.append(("x-request-id", part.request_id))
+    request.exchange.headers.append(("x-request-id", quote(part.request_id, safe=printable)))

@@ -159,8 +159,9 @@ class Exchange:
 
 
 def encode(value: Any) -> bytes:
-    """Compact JSON in UTF-8."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    """Compact JSON in UTF-8; a client's lone surrogate is escaped, as it was sent."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode(errors="backslashreplace")
 
 
 def encode_event(value: Any, name: str = "") -> bytes:
