@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 
+from httptools import HttpParserError, HttpParserUpgrade
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
@@ -74,19 +75,39 @@ class Connection(HttpToolsProtocol):
         if self._ignores:
             self._leave_unread(len(data))
             return
-        if self._reads_head and self._timer is None:
+        if self._reads_head and self._timer is None and not self._is_answering:
+            # Behind a body some clients send a line break: it begins no request, and must not end the answer.
             self._end_after(_HEAD_SECONDS)
         was_head, self._num_raw_bytes = self._reads_head, self._num_raw_bytes + len(data)
-        super().data_received(data)
+        self._parse(data)
         if not (was_head and self._reads_head) or self._is_complete:
             self._num_raw_bytes, self._is_complete = 0, False
         elif self._num_raw_bytes > self._limits.max_head_bytes:
             # The parser reports a header once it is complete.
             self._refuse_head()
 
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _parse(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except HttpParserUpgrade as upgrade:
+            # Of a request for another protocol the parser skips the body, which would be taken for the next request. It
+            # is read again without the wish, as HTTP allows (RFC 9110, 7.8). Java's client wishes so by default.
+            if not (self._ignores or self.transport.is_closing()):
+                method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+                lines = [b"%s: %s" % each for each in self.headers if each[0] != b"upgrade"]
+                head = b"\r\n".join([b"%s %s HTTP/%s" % (method, self.url, version), *lines, b"\r\n"])
+                self._parse(head + data[upgrade.args[0] :])
+        except HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+
     def on_message_begin(self) -> None:
         """A request begins; behind one that is not answered it is ignored, with all that follows."""
-        if self.cycle is not None and not self.cycle.response_complete:
+        if self._is_answering:
             self._ignores, self.cycle.keep_alive = True, False
             return
         self._num_head_bytes = 0
@@ -98,16 +119,20 @@ class Connection(HttpToolsProtocol):
             super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header; those beyond the limit are not kept."""
+        """A header; those beyond the limit are not kept, nor those behind a body, which no proxy has checked."""
         self._num_head_bytes += len(name) + len(value) + _HEADER_BYTES
         if self._num_head_bytes > self._limits.max_head_bytes:
             self._refuse_head()
-        elif not self._ignores:
+        elif self._reads_head and not self._ignores:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """The head is complete: the call begins."""
         if self._ignores or self.transport.is_closing():
+            return
+        if self.parser.should_upgrade():
+            if self.parser.get_method() == b"CONNECT":
+                raise ValueError("a tunnel is not offered")  # the parser's error, and so a status of 400
             return
         self._rest()
         self._reads_head, self._reads_body = False, True
@@ -124,7 +149,7 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """The request is complete."""
-        if self._ignores or self.transport.is_closing():
+        if self._ignores or self.transport.is_closing() or self.parser.should_upgrade():
             return
         self._rest()
         self._reads_head, self._reads_body, self._is_complete = True, False, True
@@ -152,6 +177,9 @@ class Connection(HttpToolsProtocol):
             self._ignores, self.cycle.keep_alive = True, False
 
     def _refuse(self, status: HTTPStatus, message: str) -> None:
+        if self._is_answering and self.cycle.response_started:
+            self.transport.abort()
+            return
         error = {"message": message, "type": "invalid_request_error", "param": None, "code": "malformed_request"}
         body = json.dumps({"error": error}).encode()
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
