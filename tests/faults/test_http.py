@@ -167,6 +167,17 @@ async def test_a_wish_for_another_protocol_is_ignored_and_its_body_is_no_request
         writer.close()
 
 
+async def test_a_flood_of_tiny_chunks_is_refused() -> None:
+    async with serving() as server:
+        head = b"POST /v1/completions HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n"
+        answer = await send(server, head + b"1\r\n \r\n" * 200_000)
+        assert answer == b"" or b"chunks are too small" in answer
+        await eventually(lambda: server.app._open_calls.num_open == 0)
+        body = json.dumps(FIELDS).encode()
+        honest = head + b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
+        assert (await send(server, honest, 15)).startswith(b"HTTP/1.1 200 ")
+
+
 async def test_headers_behind_a_body_are_not_the_requests() -> None:
     """RFC 9110, 6.5.1: a proxy that checks or strips a key looks at the head alone."""
     seen: list[str | None] = []

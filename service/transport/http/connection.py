@@ -24,6 +24,8 @@ from uvicorn.server import ServerState
 _HEAD_SECONDS = 10.0
 # As HTTP/2 counts a header besides its name and value, and gRPC's metadata are counted.
 _HEADER_BYTES = 32
+# Parts of a body in what is read at once, a quarter of a megabyte: each takes some microseconds of the event loop.
+_MAX_PARTS = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +50,7 @@ class Connection(HttpToolsProtocol):
         self._is_complete = False
         # Of the head so far: what its parser has reported, and all that came.
         self._num_head_bytes = self._num_raw_bytes = self._num_unread_bytes = 0
+        self._num_parts = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Closes at once what is beyond the number of connections."""
@@ -75,6 +78,7 @@ class Connection(HttpToolsProtocol):
         if self._ignores:
             self._leave_unread(len(data))
             return
+        self._num_parts = 0
         if self._reads_head and self._timer is None and not self._is_answering:
             # Behind a body some clients send a line break: it begins no request, and must not end the answer.
             self._end_after(_HEAD_SECONDS)
@@ -143,6 +147,10 @@ class Connection(HttpToolsProtocol):
         """A part of the body. Behind the answer it is discarded, up to a limit."""
         if self._ignores or self.transport.is_closing():
             return
+        self._num_parts += 1
+        if self._num_parts > _MAX_PARTS:
+            self._refuse(HTTPStatus.BAD_REQUEST, "the body's chunks are too small")
+            return
         super().on_body(body)
         if self.cycle.response_complete:
             self._leave_unread(len(body))
@@ -177,7 +185,7 @@ class Connection(HttpToolsProtocol):
             self._ignores, self.cycle.keep_alive = True, False
 
     def _refuse(self, status: HTTPStatus, message: str) -> None:
-        if self._is_answering and self.cycle.response_started:
+        if self.cycle is not None and self.cycle.response_started and (self._reads_body or self._is_answering):
             self.transport.abort()
             return
         error = {"message": message, "type": "invalid_request_error", "param": None, "code": "malformed_request"}
