@@ -53,7 +53,7 @@ class Connection(HttpToolsProtocol):
         self._num_parts = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Closes at once what is beyond the number of connections."""
+        """A connection begins, with the time for its first head."""
         assert isinstance(transport, asyncio.Transport)  # noqa: S101 (TCP and TLS have no other)
         super().connection_made(transport)
         self.app_state["abort"] = transport.abort
@@ -63,10 +63,7 @@ class Connection(HttpToolsProtocol):
         with suppress(OSError, AttributeError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        if len(self.connections) > self._limits.max_connections:
-            transport.abort()
-        else:
-            self._end_after(_HEAD_SECONDS)
+        self._end_after(_HEAD_SECONDS)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Reports it to the call, whose `receive` then returns."""
