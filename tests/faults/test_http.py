@@ -128,6 +128,92 @@ async def test_what_is_pipelined_behind_a_request_is_not_served() -> None:
         assert await is_well(server)
 
 
+async def test_a_line_break_or_a_request_behind_a_body_does_not_end_a_long_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connection, "_HEAD_SECONDS", 0.1)
+
+    async def handler(request: Request) -> bytes:
+        await asyncio.sleep(0.4)
+        return b"{}"
+
+    async with answering(handler) as (server, _):
+        for behind in (b"\r\n", b"GET /it HTTP/1.1\r\n"):
+            reader, writer = await connect(server)
+            writer.write(request_bytes("/it"))
+            await asyncio.sleep(0.05)
+            writer.write(behind)
+            assert (await read_answer(reader)).body == b"{}", behind[:20]
+            writer.close()
+
+
+async def test_a_wish_for_another_protocol_is_ignored_and_its_body_is_no_request_of_its_own() -> None:
+    """Java's client wishes for HTTP/2. A proxy that passes the wish on must not be sent a second answer."""
+    wish = {"connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c", "http2-settings": "AAMAAABk"}
+    hidden = request_bytes("/version")
+    async with serving() as server:
+        reader, writer = await connect(server)
+        for body in (FIELDS, hidden, FIELDS):
+            sent = request_bytes(COMPLETIONS, body, wish)
+            head, _, rest = sent.partition(b"\r\n\r\n")
+            writer.write(head + b"\r\n\r\n")
+            await asyncio.sleep(0.05)
+            writer.write(rest)
+            assert (await read_answer(reader)).status == (400 if body is hidden else 200)
+        writer.write(request_bytes("/version", headers=wish))
+        assert (await read_answer(reader)).json.keys() == {"version"}
+        writer.write(b"CONNECT a:80 HTTP/1.1\r\n\r\n" + hidden)
+        assert (await reader.read()).count(b"HTTP/1.1 400 ") == 1
+        writer.close()
+
+
+async def test_a_flood_of_tiny_chunks_is_refused() -> None:
+    async with serving() as server:
+        head = b"POST /v1/completions HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n"
+        answer = await send(server, head + b"1\r\n \r\n" * 200_000)
+        assert answer == b"" or b"chunks are too small" in answer
+        await eventually(lambda: server.app._open_calls.num_open == 0)
+        body = json.dumps(FIELDS).encode()
+        honest = head + b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
+        assert (await send(server, honest, 15)).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_headers_behind_a_body_are_not_the_requests() -> None:
+    """RFC 9110, 6.5.1: a proxy that checks or strips a key looks at the head alone."""
+    seen: list[str | None] = []
+
+    async def handler(request: Request) -> bytes:
+        seen.append(request.exchange.header("x-late"))
+        return b"{}"
+
+    async with answering(handler) as (server, _):
+        chunked = b"GET /it HTTP/1.1\r\ntransfer-encoding: chunked\r\nconnection: close\r\n\r\n"
+        assert (await send(server, chunked + b"1\r\n \r\n0\r\nx-late: 1\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+        assert seen == [None]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        (COMPLETIONS, {"\ud800": 1}, 400),
+        (COMPLETIONS, {**FIELDS, "logit_bias": {"\ud800": 1}}, 400),
+        ("/v1/responses", {"input": "ab", "max_output_tokens": 1, "metadata": {"\ud800": "\udfff"}}, 200),
+        (COMPLETIONS, {**FIELDS, "request_id": "\u4e2d %2"}, 200),
+    ],
+    ids=["a field's name", "a name in a field", "a label", "a request's id"],
+)
+async def test_text_that_has_no_bytes_of_its_own_is_answered_in_json(path: str, body: Any, status: int) -> None:
+    async with serving() as server:
+        answer = await ask(server, path, body)
+        assert answer.status == status
+        assert answer.headers["content-type"] == "application/json"
+        if "metadata" in body:
+            assert answer.json["metadata"] == body["metadata"]
+        if "request_id" in body:
+            assert answer.headers["x-request-id"] == "%E4%B8%AD %2"
+            assert answer.json["id"].endswith(body["request_id"])
+
+
 @pytest.mark.parametrize(
     ("body", "words"),
     [

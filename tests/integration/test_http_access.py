@@ -18,6 +18,7 @@ from service.app import App, Ready, run
 from service.errors import StartupError
 from service.repository.models import ModelState
 from service.transport import tls
+from service.transport.http import server as http_server
 from tests.fakes import FakeRunner, Gate
 from tests.http_calls import MESSAGES, POLITE, Answer, ask, connect, read_answer, request_bytes, serving
 from tests.identities import HOST, Authority, key_table
@@ -115,6 +116,23 @@ async def test_tls_is_that_of_grpc_with_clients_certificates_and_new_files(
         assert (await over_tls(server, trusting(new, *own))).status == 200
         with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
             await ask(server, "/health")
+
+
+async def test_a_handshake_that_does_not_come_counts_as_a_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "_HANDSHAKE_SECONDS", 3600.0)  # not by its time
+    authority = Authority(tmp_path)
+    certificate, key = authority.issue("server", HOST)
+    async with _bare(tls_certificate=certificate, tls_key=key, max_connections=2) as server:
+        silent = [await connect(server) for _ in range(2)]
+        reader, writer = await connect(server)
+        assert await reader.read() == b"", "a third is closed"
+        for each in (writer, *(writer for _, writer in silent)):
+            each.close()
+        http: Any = server.app._http
+        await eventually(lambda: not http._opening)
+        assert (await over_tls(server, trusting(authority))).status == 200
 
 
 def _bare(**changes: Any) -> Any:

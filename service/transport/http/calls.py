@@ -124,8 +124,9 @@ class Calls:
         except asyncio.CancelledError:
             # The client is gone, or the server ends what outlived its grace. uvicorn would log a traceback.
             exchange.abort()
-        except Exception as error:  # uvicorn, which would report it, is silent
-            report_failure("an answer could not be sent", error)
+        except Exception as error:
+            # Of an answer that cannot be sent. uvicorn's own log of it is off.
+            report_failure("an unexpected error ended an answer", error)
             exchange.abort()
 
     def _find(self, path: str) -> tuple[str, Route | None]:

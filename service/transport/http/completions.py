@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import aclosing
+from string import printable
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -29,7 +30,6 @@ from service.transport.http.responses import ResponseAnswer, decode_response
 DONE = b"data: [DONE]\n\n"
 # Bytes of JSON for a token, and for each token with its log-probability: what an answer takes to be encoded.
 _TOKEN_BYTES, _LOGPROB_BYTES = 8, 100
-_ASCII = "".join(map(chr, range(128)))
 _Result = TypeVar("_Result")
 
 
@@ -144,6 +144,6 @@ class Completions:
 
 
 def accept(request: Request, answer: Answer, part: Accepted) -> None:
-    """The request is admitted: its answer has its names. A header is ASCII, and a client's own id may not be."""
+    """The request is admitted: its answer has its names. A header is ASCII: other characters are percent-encoded."""
     answer.accepted(part)
-    request.exchange.headers.append(("x-request-id", quote(part.request_id, safe=_ASCII)))
+    request.exchange.headers.append(("x-request-id", quote(part.request_id, safe=printable)))

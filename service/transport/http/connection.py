@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 
+from httptools import HttpParserError, HttpParserUpgrade
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
@@ -23,6 +24,8 @@ from uvicorn.server import ServerState
 _HEAD_SECONDS = 10.0
 # As HTTP/2 counts a header besides its name and value, and gRPC's metadata are counted.
 _HEADER_BYTES = 32
+# Parts of a body in what is read at once, a quarter of a megabyte: each takes some microseconds of the event loop.
+_MAX_PARTS = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +50,10 @@ class Connection(HttpToolsProtocol):
         self._is_complete = False
         # Of the head so far: what its parser has reported, and all that came.
         self._num_head_bytes = self._num_raw_bytes = self._num_unread_bytes = 0
+        self._num_parts = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Closes at once what is beyond the number of connections."""
+        """A connection begins, with the time for its first head."""
         assert isinstance(transport, asyncio.Transport)  # noqa: S101 (TCP and TLS have no other)
         super().connection_made(transport)
         self.app_state["abort"] = transport.abort
@@ -59,10 +63,7 @@ class Connection(HttpToolsProtocol):
         with suppress(OSError, AttributeError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        if len(self.connections) > self._limits.max_connections:
-            transport.abort()
-        else:
-            self._end_after(_HEAD_SECONDS)
+        self._end_after(_HEAD_SECONDS)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Reports it to the call, whose `receive` then returns."""
@@ -74,19 +75,40 @@ class Connection(HttpToolsProtocol):
         if self._ignores:
             self._leave_unread(len(data))
             return
-        if self._reads_head and self._timer is None:
+        self._num_parts = 0
+        if self._reads_head and self._timer is None and not self._is_answering:
+            # Behind a body some clients send a line break: it begins no request, and must not end the answer.
             self._end_after(_HEAD_SECONDS)
         was_head, self._num_raw_bytes = self._reads_head, self._num_raw_bytes + len(data)
-        super().data_received(data)
+        self._parse(data)
         if not (was_head and self._reads_head) or self._is_complete:
             self._num_raw_bytes, self._is_complete = 0, False
         elif self._num_raw_bytes > self._limits.max_head_bytes:
             # The parser reports a header once it is complete.
             self._refuse_head()
 
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _parse(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except HttpParserUpgrade as upgrade:
+            # Of a request for another protocol the parser skips the body, which would be taken for the next request. It
+            # is read again without the wish, as HTTP allows (RFC 9110, 7.8). Java's client wishes so by default.
+            if not (self._ignores or self.transport.is_closing()):
+                method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+                lines = [b"%s: %s" % each for each in self.headers if each[0] != b"upgrade"]
+                head = b"\r\n".join([b"%s %s HTTP/%s" % (method, self.url, version), *lines, b"\r\n"])
+                self._parse(head + data[upgrade.args[0] :])
+        except HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+
     def on_message_begin(self) -> None:
         """A request begins; behind one that is not answered it is ignored, with all that follows."""
-        if self.cycle is not None and not self.cycle.response_complete:
+        if self._is_answering:
             self._ignores, self.cycle.keep_alive = True, False
             return
         self._num_head_bytes = 0
@@ -98,16 +120,20 @@ class Connection(HttpToolsProtocol):
             super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header; those beyond the limit are not kept."""
+        """A header; those beyond the limit are not kept, nor those behind a body, which no proxy has checked."""
         self._num_head_bytes += len(name) + len(value) + _HEADER_BYTES
         if self._num_head_bytes > self._limits.max_head_bytes:
             self._refuse_head()
-        elif not self._ignores:
+        elif self._reads_head and not self._ignores:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """The head is complete: the call begins."""
         if self._ignores or self.transport.is_closing():
+            return
+        if self.parser.should_upgrade():
+            if self.parser.get_method() == b"CONNECT":
+                raise ValueError("a tunnel is not offered")  # the parser's error, and so a status of 400
             return
         self._rest()
         self._reads_head, self._reads_body = False, True
@@ -118,13 +144,17 @@ class Connection(HttpToolsProtocol):
         """A part of the body. Behind the answer it is discarded, up to a limit."""
         if self._ignores or self.transport.is_closing():
             return
+        self._num_parts += 1
+        if self._num_parts > _MAX_PARTS:
+            self._refuse(HTTPStatus.BAD_REQUEST, "the body's chunks are too small")
+            return
         super().on_body(body)
         if self.cycle.response_complete:
             self._leave_unread(len(body))
 
     def on_message_complete(self) -> None:
         """The request is complete."""
-        if self._ignores or self.transport.is_closing():
+        if self._ignores or self.transport.is_closing() or self.parser.should_upgrade():
             return
         self._rest()
         self._reads_head, self._reads_body, self._is_complete = True, False, True
@@ -152,6 +182,9 @@ class Connection(HttpToolsProtocol):
             self._ignores, self.cycle.keep_alive = True, False
 
     def _refuse(self, status: HTTPStatus, message: str) -> None:
+        if self.cycle is not None and self.cycle.response_started and (self._reads_body or self._is_answering):
+            self.transport.abort()
+            return
         error = {"message": message, "type": "invalid_request_error", "param": None, "code": "malformed_request"}
         body = json.dumps({"error": error}).encode()
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)

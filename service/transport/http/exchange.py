@@ -159,7 +159,7 @@ class Exchange:
 
 
 def encode(value: Any) -> bytes:
-    """Compact JSON in UTF-8. A lone surrogate, as a client's own name may have, is escaped as JSON does."""
+    """Compact JSON in UTF-8; a client's lone surrogate is escaped, as it was sent."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.encode(errors="backslashreplace")
 

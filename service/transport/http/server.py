@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from collections.abc import Callable
 from typing import Any
 
 from uvicorn.config import Config
@@ -20,6 +21,7 @@ from service.transport.tls import TlsFiles, server_context
 _KEEP_ALIVE_SECONDS = 75
 _HANDSHAKE_SECONDS = 10.0
 _BACKLOG = 1024
+_ACCEPT_AGAIN_SECONDS = 0.1
 
 
 class HttpServer:
@@ -45,6 +47,8 @@ class HttpServer:
         files = TlsFiles(config.tls_certificate, config.tls_key, config.tls_client_ca) if has_tls else None  # type: ignore[arg-type]
         self._ssl = None if files is None else server_context(files)
         self._state = ServerState()
+        # Connections before their protocol has them: asyncio's own server counts none whose TLS handshake goes on.
+        self._opening: set[asyncio.Task[None]] = set()
 
     async def start(self, host: str, port: int) -> int:
         """Listens; returns the port, which the system chooses for 0.
@@ -69,14 +73,37 @@ class HttpServer:
             listening = _listen(host, port)
         except OSError as error:
             raise StartupError([f"cannot listen on {host}:{port} for HTTP: {error}"]) from error
-        self._server = await asyncio.get_running_loop().create_server(
-            lambda: Connection(config, self._state, self._limits),
-            sock=listening,
-            ssl=self._ssl,
-            ssl_handshake_timeout=None if self._ssl is None else _HANDSHAKE_SECONDS,
-        )
+        self._listening = listening
+        self._accepting = asyncio.ensure_future(self._accept(lambda: Connection(config, self._state, self._limits)))
         bound: int = listening.getsockname()[1]
         return bound
+
+    async def _accept(self, make: Callable[[], Connection]) -> None:
+        """Accepts connections, and closes at once what is beyond their number, handshakes included."""
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                accepted, _ = await loop.sock_accept(self._listening)
+            except OSError:
+                # The client has left, or no descriptor is free.
+                await asyncio.sleep(_ACCEPT_AGAIN_SECONDS)
+                continue
+            if len(self._opening) + len(self._state.connections) >= self._limits.max_connections:
+                accepted.close()
+                await asyncio.sleep(0)  # `sock_accept` does not yield while more wait
+                continue
+            opening = asyncio.ensure_future(self._open(make, accepted))
+            self._opening.add(opening)
+            opening.add_done_callback(self._opening.discard)
+
+    async def _open(self, make: Callable[[], Connection], accepted: socket.socket) -> None:
+        seconds = None if self._ssl is None else _HANDSHAKE_SECONDS
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                make, accepted, ssl=self._ssl, ssl_handshake_timeout=seconds
+            )
+        except OSError:
+            accepted.close()  # no TLS, or none in time
 
     async def _application(self, scope: Any, receive: Any, send: Any) -> None:
         await self._calls.answer(scope, receive, send)
@@ -87,7 +114,10 @@ class HttpServer:
 
     async def stop(self, grace_seconds: float) -> None:
         """Accepts no more connections, and ends open ones after the grace."""
-        self._server.close()
+        self._accepting.cancel()
+        self._listening.close()
+        for opening in list(self._opening):
+            opening.cancel()
         for connection in list(self._state.connections):
             connection.shutdown()
         tasks = set(self._state.tasks)
@@ -103,4 +133,6 @@ def _listen(host: str, port: int) -> socket.socket:
     """A listening socket; an IPv6 address also takes IPv4's connections, as gRPC's does."""
     family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     is_ipv6 = family == socket.AF_INET6
-    return socket.create_server(address[:2], family=family, backlog=_BACKLOG, dualstack_ipv6=is_ipv6)
+    listening = socket.create_server(address[:2], family=family, backlog=_BACKLOG, dualstack_ipv6=is_ipv6)
+    listening.settimeout(0)
+    return listening
