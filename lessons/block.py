@@ -39,8 +39,8 @@ def gradient_norms(model: Transformer, batch: Batch) -> list[float]:
 def fill(page: Page) -> None:
     """Fills the page."""
     page.say(
-        "A block is attention and a feed-forward network, each in a residual branch with a norm. The residual keeps a "
-        "way past the branch, for the input and for the gradient."
+        "A block is attention and a feed-forward network, each in a residual branch with a norm. The residual is a "
+        "way around the branch, for the input and for the gradient."
     )
     parts(page)
     page.say(
@@ -78,9 +78,9 @@ def fill(page: Page) -> None:
     page.table("gradient norm by layer", ("model", "lowest layer", "middle", "highest"), rows, 4)
     page.picture = style.to_svg(lambda: _draw(curves, norms), LESSON.name).decode()
     page.look(
-        "Untrained, post-norm has its largest gradients in the highest layers. Full steps at once ruin them: the loss "
-        "stays at guessing and no gradient reaches the lower layers any more. A rising rate avoids that, and pre-norm "
-        "does without."
+        "Untrained, post-norm has its largest gradients in the highest layers. Without a warm-up the first steps are "
+        "too large for these: the loss stays at that of guessing, and no gradient reaches the lower layers any more. A "
+        "warm-up avoids that; pre-norm needs none."
     )
 
 

@@ -36,7 +36,7 @@ def fill(page: Page) -> None:
     pair, held_out = task.pair(_TEXT), task.held_out(_NUM_DATES)
     page.say(
         "An encoder reads the source in both directions; a decoder writes the target from left to right and attends to "
-        "the encoder's output. The recurrent models before it passed one vector of fixed size from one to the other. "
+        "the encoder's output. The first recurrent models passed one vector of fixed size from one to the other. "
         "Here the source is a date in words and the target its year, month and day."
     )
     batch = pad([pair], (len(pair.source), len(pair.target) + 1))

@@ -28,6 +28,7 @@ def sum_of_heads(module: SelfAttention, heads: Tensor) -> Tensor:
 
 def fill(page: Page) -> None:
     """Fills the page."""
+    page.say("Several heads share the width of one. In the notes' example one head has this width:")
     width = page.given("head_width")
     config = small.config(d_model=width, num_heads=4)
     module = SelfAttention(config)
@@ -39,8 +40,8 @@ def fill(page: Page) -> None:
         joined = page.call(join_heads, heads)
         merged = page.call(module.merge, joined)
     page.say(
-        "Each of the {heads} heads has its own W^q, W^k and W^v and is {head} numbers wide, so that all heads together "
-        "cost what one head of {width} costs. Their outputs are concatenated to {joined} numbers, and W^O mixes them.",
+        "Here {heads} heads of {head} numbers, each with its own W^q, W^k and W^v, cost together what one of {width} "
+        "costs. Their outputs are concatenated to {joined} numbers, and W^O mixes them.",
         heads=config.num_heads,
         head=config.head_dim,
         width=width,
@@ -51,9 +52,8 @@ def fill(page: Page) -> None:
     page.code(sum_of_heads)
     _trained(page)
     page.look(
-        "One head must divide its weight between both places and cannot tell which symbol came from where, but by "
-        "their positions. Of two heads one follows the diagonal and the other the mirrored one. Nobody assigned these "
-        "roles."
+        "One head divides its weight between both places, and hands over one mixture of both symbols. Of two heads "
+        "one follows the diagonal and the other the mirrored one. Training found these roles by itself."
     )
 
 
@@ -79,8 +79,8 @@ def _trained(page: Page) -> None:
             rows.append((name, own, mirrored, losses[_STEPS // 2], losses[-1], right))
             page.heat(name, places, places, weights)
     page.say(
-        "What are several good for? Each output here must name two symbols of the source: the one at its own place and "
-        "the one at the mirrored place. Models with one head and with two, equal in size, trained alike:"
+        "What are several heads good for? Each output here must name two symbols of the source: the one at its own "
+        "place and the one at the mirrored place. Models with one head and with two, equal in size, trained alike:"
     )
     header = ("cross-attention", "at its place", "mirrored", "loss half-way", "loss at the end", "right")
     page.table("trained", header, rows, 3)

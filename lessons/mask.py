@@ -43,16 +43,17 @@ class Cheating(nn.Module):
 
 def fill(page: Page) -> None:
     """Fills the page."""
+    page.say(
+        "In training a decoder reads the whole target at once. The mask sets the scores above the diagonal to -∞ "
+        "before the softmax: a word attends to itself and to those before it. The notes leave these scores blank; ours "
+        "are the largest of all, so that the mask has something to remove."
+    )
     scores, width = torch.from_numpy(page.given("on_your_life_scores")), page.given("head_width")
     q, k = torch.zeros(1, 1, len(scores), width, dtype=torch.float64), torch.eye(len(scores), width)[None, None]
     q[..., : len(scores)] = scores
     scaled = page.call(dot_scores, q, k.double())
     mask = page.call(causal_mask, len(scores))
-    page.say(
-        "In training a decoder reads the whole target at once. The mask sets the scores above the diagonal to -∞ "
-        "before the softmax: a word attends to those up to itself. It does not matter that the notes add it before the "
-        "division by √d_k, as -∞ stays -∞."
-    )
+    page.say("The notes add the mask before the division by √d_k, we add it behind: -∞ stays -∞.")
     page.show("masked scores / √d_k", scaled[0, 0].masked_fill(~mask, -math.inf), rows=ON_YOUR_LIFE)
     for name, used in (("before", None), ("after", mask)):
         weights = page.call(attention_weights, scaled, used)[0, 0]
@@ -62,9 +63,9 @@ def fill(page: Page) -> None:
     page.code(Cheating)
     _cheat(page)
     page.look(
-        "Above the diagonal there is exactly nothing after the mask: “on” cannot see “your”, “life” and “<end>”. The "
-        "decoder without a mask has a splendid loss and has learned to read the answer. Asked for the next word, "
-        "when there is no answer to read, it is worse than a blind guess."
+        "After the mask every weight above the diagonal is exactly zero: “on” cannot see “your”, “life” and “<end>”. "
+        "The decoder without a mask has a low loss because it copies the answer. When it must predict, there is no "
+        "answer to copy, and it is worse than a blind guess."
     )
 
 

@@ -11,6 +11,7 @@ _SENTENCE = 30
 
 def figures(page: Page) -> None:
     """Adds them to a page."""
+    page.say("BLEU that the paper reports, and what its models were trained on:")
     pairs = page.given("english_german_pairs"), page.given("english_french_pairs")
     page.say(
         "The paper's big model reports {german:.1f} BLEU from English to German, more than {above:.0f} above earlier "
@@ -35,7 +36,7 @@ def figures(page: Page) -> None:
         "and {parameters:.1f} million parameters; the paper has {base_german:.1f} and {base_french:.1f} BLEU for it. A "
         "run of {steps:,} updates of {tokens:,} target tokens is {total:.1e} operations at sentences of {length} "
         "tokens. What ours reached on another corpus is in examples/recipes/en-de.md. BLEU on different corpora, or "
-        "of different tokenizations, is no comparison.",
+        "of different tokenizations, cannot be compared.",
         layers=page.given("num_layers"),
         own=recipe.transformer.num_layers,
         parameters=page.call(cost.num_parameters, recipe.transformer) / 1e6,

@@ -30,8 +30,9 @@ def shift(table: Tensor, offset: int, frequencies: Tensor) -> Tensor:
 def fill(page: Page) -> None:
     """Fills the page."""
     page.say(
-        "Attention sees a set: it does not know the order of words. Positions are added to the word vectors, or turn "
-        "queries and keys. The paper's have a sine and a cosine for each frequency."
+        "Attention sees a set: it does not know the order of words. So positions are added to the word vectors, or "
+        "rotate queries and keys. The paper adds a sine and a cosine for each frequency. Here are the notes' vectors "
+        "and both ways to compute the angles."
     )
     _degrees(page)
     table = page.call(sinusoidal_table, _LENGTH, _WIDTH)
@@ -45,7 +46,7 @@ def fill(page: Page) -> None:
         rows,
         3,
     )
-    page.say("It depends on the offset alone, since a fixed rotation takes every position to the one δ later:")
+    page.say("It depends on the offset alone, since the same rotation takes every position to the one δ later:")
     page.code(shift)
     halves = page.call(sinusoidal_table, _LENGTH, _WIDTH, interleaved=False)
     turned = page.call(shift, halves, _OFFSET, page.call(base_frequencies, _WIDTH, page.notes.frequency_base))
@@ -58,10 +59,10 @@ def fill(page: Page) -> None:
     few = labels[: len(learned)]
     page.heat("learned: cosines", few, few, _cosines(learned))
     page.look(
-        "The first columns of the sinusoids turn fastest; the notes say that a smaller i does it, but it is a smaller "
-        "j, the column's number. Neighbors are alike, and likeness depends on the distance: bands along the diagonal. "
-        "Learned positions differ from each other, but nothing makes neighbors alike unless the task does. Shades run "
-        "from each map's lowest value to its highest."
+        "Left: the first columns have the highest frequencies. (The notes say that a smaller i does it; it is a "
+        "smaller j, the column's number.) Middle: similarity depends on the distance alone, so there are bands along "
+        "the diagonal. Right: learned positions are similar only where the task makes them so. Shades run from each "
+        "map's lowest value to its highest."
     )
 
 
@@ -86,9 +87,9 @@ def _degrees(page: Page) -> None:
     page.compare("money_with_position", embeddings[MONEY_POSITION] + degrees[MONEY_POSITION])
     page.show("money with its position in radians", embeddings[MONEY_POSITION] + radians[MONEY_POSITION])
     page.say(
-        "The notes took degrees for radians: all their positions are nearly the same vector, and the model could "
-        "hardly tell them apart. (Theirs of “the” is twice the rounded one of “me”.) The smallest distance between two "
-        "positions is {degrees:.3f} in degrees and {radians:.3f} in radians.",
+        "The notes computed the sines in degrees. In degrees all positions are nearly the same vector, and a model "
+        "could hardly tell them apart: the smallest distance between two is {degrees:.3f}, in radians {radians:.3f}. "
+        "(For “the” the notes doubled the rounded sine of “me”, so their last digit is off by one.)",
         degrees=torch.pdist(degrees).min(),
         radians=torch.pdist(radians).min(),
     )

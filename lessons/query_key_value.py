@@ -35,7 +35,7 @@ def fill(page: Page) -> None:
     nearby = keys[wanted] + small.normal(page.seed + 2, _WIDTH, deviation=0.1)
     page.say(
         "A dictionary D = {{(k, v)}} maps keys to values. Here keys are vectors and values are prices. A database "
-        "wants an equal key. A search ranks the keys by their score with the query. Attention turns the scores into "
+        "needs an equal key. A search ranks the keys by their score with the query. Attention turns the scores into "
         "weights and returns the weighted sum of all values, which can be differentiated and therefore learned."
     )
     page.table("the dictionary", ("key", "value"), list(zip(_NAMES, prices.flatten(), strict=True)))
@@ -61,13 +61,18 @@ def fill(page: Page) -> None:
     _show_me(page)
     page.heat("falling temperature", [name for name, *_ in found], _NAMES, torch.stack([each for *_, each in found]))
     page.look(
-        "Rows of the filter are queries, columns are keys, and “the” looks at itself first and then at “money”. In the "
-        "other picture each row is colder than the one above it, until a single key is left: the database's look-up."
+        "On the left, rows are queries and columns are keys: “the” looks at itself first and then at “money”. On the "
+        "right, each row has a lower temperature than the one above it, until one key has all the weight: the "
+        "database's look-up."
     )
 
 
 def _show_me(page: Page) -> None:
     """The notes' attention filter, its weights applied to the words' embeddings."""
+    page.say(
+        "The notes print such weights for “Show me the money”, their attention filter: a row for each query, a column "
+        "for each key. Below it are the words' embeddings, which are the values here."
+    )
     given, x = (torch.from_numpy(page.given(name)) for name in ("show_me_weights", "show_me_embeddings"))
     # The notes print no scores: logarithms of the weights are scores that give them.
     q, k = given.log()[None, None], torch.eye(len(SHOW_ME), dtype=torch.float64)[None, None]
@@ -80,8 +85,8 @@ def _show_me(page: Page) -> None:
     page.table("after itself each word looks at", ("word", "at", "weight"), after)
     page.heat("“Show me the money”", SHOW_ME, SHOW_ME, weights)
     page.say(
-        "A word asks with its query, is found by its key, and hands over its value. One vector for all three roles "
-        "would have to look for what it is; the lesson before shows weights that it cannot give."
+        "A word asks with its query, is found by its key, and hands over its value. With one vector for all three "
+        "roles a word could only ask for words like itself. The lesson before shows weights that this cannot give."
     )
 
 

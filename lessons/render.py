@@ -48,10 +48,16 @@ def index(lessons: Sequence[tuple[str, Lesson]]) -> str:
             [
                 "# Ten lessons",
                 _wrap(
-                    "The lecture to walk through: the product's own modules with small numbers. `python -m model "
-                    "lesson` or `onward lesson` runs all of them here and now, with a NAME only one. Numbers of the "
-                    "notes stand beside those computed. Trained numbers differ in their last digits between "
-                    "processors."
+                    "Attention and the transformer, computed by the product's own modules with small numbers. `onward "
+                    "lesson` or `python -m model lesson` runs all ten in a few minutes, `onward lesson mask` one of "
+                    "them; it prints the page and writes its picture to `lessons-out`. It needs what training needs "
+                    "(`make demo` installs it), and no trained model."
+                ),
+                _wrap(
+                    "The lessons follow a set of lecture notes, “the notes”, which are not part of this repository. "
+                    "Where the notes print a number, it stands beside the one computed here, with its section, and "
+                    "mistakes of the notes are named. Losses are in nats: a loss of ln 8 is a blind guess among eight. "
+                    "Trained numbers differ in their last digits between processors."
                 ),
                 "\n".join(lines),
                 "A student's questions, each with its picture: [questions](../questions.md).",

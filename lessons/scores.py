@@ -41,8 +41,9 @@ def fill(page: Page) -> None:
     _trained(page)
     page.say(
         "Why divide? Random queries and keys of d_k numbers have dot products of variance d_k. Softmax of large scores "
-        "is almost one word, and almost flat: its gradient vanishes. Divided by √d_k the gradient does not depend on "
-        "the width. Divided by d_k, as one slide has it, the weights become equal, whatever the query says."
+        "gives one word nearly all the weight; there a small change of a score changes nothing, so its gradient "
+        "vanishes. Divided by √d_k the gradient does not depend on the width. Divided by d_k, as one slide has it, the "
+        "weights become equal, whatever the query is."
     )
     page.code(gradient)
     lines: dict[str, list[float]] = {"q · k": [], "/ √d_k": [], "/ d_k": []}
@@ -70,7 +71,7 @@ def fill(page: Page) -> None:
     page.picture = style.to_svg(draw, LESSON.name).decode()
     page.look(
         "The unscaled gradient falls as heads get wider: the softmax saturates. Scaled by the root it stays level. "
-        "Divided by d_k it is level, too, but there the weights are nearly equal and say little."
+        "Divided by d_k it is level, too, but there the weights are nearly equal: attention averages."
     )
 
 
@@ -109,7 +110,8 @@ def _trained(page: Page) -> None:
         right, loss = page.call(exact_match, model, pairs), page.call(pair_loss, model, pairs).loss
         rows.append((score, right, loss, num_parameters(model), milliseconds))
     page.say(
-        "Two models differ in their score alone. Each reverses sequences of {length} of {symbols} symbols:",
+        "Two models differ in their score alone. Each reverses sequences of {length} symbols, drawn from {symbols}. "
+        "Sequences this short have few pairs, so that the rest of the model decides a step's time:",
         length=task.length,
         symbols=task.num_symbols,
     )

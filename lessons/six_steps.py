@@ -30,6 +30,7 @@ def word_by_word(page: Page, attention: SelfAttention, x: Tensor) -> list[Tensor
 
 def fill(page: Page) -> None:
     """Fills the page."""
+    page.say("Self-attention by hand, in the sizes of the notes, which are the paper's:")
     width, head = page.given("model_width"), page.given("head_width")
     attention = SelfAttention(small.config(d_model=width, num_heads=1, head_dim=head))
     with torch.no_grad():
@@ -37,7 +38,7 @@ def fill(page: Page) -> None:
     x = small.normal(page.seed + 1, 1, len(SHOW_ME), width)
     page.say(
         "Each word is a vector of {width} numbers. Three learned matrices of {rows} × {columns} make of it a query q, "
-        "a key k and a value v of {head} numbers each. Here is all of it for “Show me the money”, with random weights.",
+        "a key k and a value v of {head} numbers each. Here they are for “Show me the money”, with random weights.",
         width=width,
         rows=width,
         columns=head,
@@ -94,6 +95,7 @@ def _why_the_root(page: Page, head: int) -> None:
 
 def _help_me(page: Page) -> None:
     """The notes' own example, from its scores on."""
+    page.say("The notes' own example, “help me”, begins with the scores and divides them by the root of the width:")
     width, scores = page.given("help_me_width"), torch.from_numpy(page.given("help_me_scores"))
     # With the rows of an identity as keys, a query's scores are its own first numbers.
     q, k = torch.zeros(1, 1, 2, width, dtype=torch.float64), torch.eye(2, width, dtype=torch.float64)[None, None]

@@ -41,7 +41,8 @@ def fill(page: Page) -> None:
     senses: list[Tensor] = []
     page.say(
         "“Bank” has one word vector, but two senses. A contextual vector mixes the words of its sentence. The notes "
-        "give the shares; applied to vectors of (money, growth, river, water), “bank” becomes two vectors:"
+        "give the shares of each mixture. Our word vectors have numbers for money, growth, river, water. Mixed by the "
+        "notes' shares, and by softmax(e·eᵀ) of the vectors themselves, “bank” becomes two vectors:"
     )
     names = ("money_weights", "money_bank_grows"), ("river_weights", "river_bank_flows")
     for (weights_name, vectors_name), words in zip(names, (MONEY_SENTENCE, RIVER_SENTENCE), strict=True):
@@ -63,8 +64,9 @@ def fill(page: Page) -> None:
     page.code(without_parameters)
     page.say("Cosine of the two “banks”, which is one for the word alone: {cosine:.3f}.", cosine=small.cosine(*senses))
     page.say(
-        "The notes' shares cannot come of e·eᵀ, whatever the vectors are: e·eᵀ is symmetric, so both ways around the "
-        "circle would give the same product. Shares like these need queries and keys of their own, which are learned."
+        "The notes' shares cannot come from e·eᵀ, whatever the vectors are. e·eᵀ is symmetric, so three words' shares, "
+        "multiplied around the circle, would be the same both ways: w₁₂w₂₃w₃₁ = w₁₃w₃₂w₂₁. The notes' are not. Such "
+        "shares need queries and keys of their own, which are learned."
     )
     _trained(page)
     page.look(
@@ -99,8 +101,8 @@ def _trained(page: Page) -> None:
     losses = page.call(small.train, model, partial(_batch, page.seed), steps=_STEPS, seed=page.seed)
     after = cosines()
     page.say(
-        "A model learns it: trained here for {steps} steps on sentences of both senses, from a loss of {first:.2f} to "
-        "{last:.2f} nats a word. “Bank” enters as the same vector; each layer moves the two apart:",
+        "A model learns the senses: trained here for {steps} steps on sentences of both, from a loss of {first:.2f} to "
+        "{last:.2f} nats a word. “Bank” enters both sentences as the same vector; each layer moves the two apart:",
         steps=len(losses),
         first=losses[0],
         last=losses[-1],

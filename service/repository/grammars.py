@@ -50,7 +50,7 @@ class Grammars:
             InvalidRequest: when it is malformed, unsupported or takes too much; naming the keyword in a schema.
         """
         if vocabulary is None:
-            raise UnsupportedFeature("structured_output")
+            raise UnsupportedFeature("structured_output", "needs llguidance and known bytes of all tokens")
         key = vocabulary, asked
         if (compiled := self._cached.pop(key, None)) is None:
             queue = self._queue = self._queue or self._start()

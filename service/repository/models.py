@@ -150,7 +150,7 @@ class ServedModel:
 
     def _encode_chat(self, field: str, prompt: Conversation, most: int) -> tuple[int, ...]:
         if self.chat is None:
-            raise UnsupportedFeature("prompt.chat")
+            raise UnsupportedFeature("prompt.chat", f"needs a chat template, {self.name} has none: send text")
         require_room(field, text_size(prompt), self.prompt_tokenizer, most)
         try:
             written = self.chat.render(prompt.messages)

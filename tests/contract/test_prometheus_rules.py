@@ -114,6 +114,7 @@ def full_registry() -> CollectorRegistry:
     model.parity_checked(0.0, passed=True)
     model.cost_model({"prefill_token": 1e-6}, 0.1)
     metrics.handled.labels("Generate", "OK")
+    metrics.http_handled.labels("/v1/completions", "200")
     return registry
 
 

@@ -27,7 +27,8 @@ from tests.ports import free_port
 TIMEOUT_SECONDS = 1800
 PAGES = ["README.md", *sorted(f"docs/start/{path.name}" for path in (ROOT / "docs" / "start").glob("*.md"))]
 BLOCK = re.compile(r"^```(sh|python)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-REPLACED = {"--set steps=200": "--set steps=2", "--context 8192": "--context 256", "127.0.0.1:8001": "$ONWARD_TARGET"}
+PORTS = {"127.0.0.1:8001": "$ONWARD_TARGET", "--http-port 8000": "--http-port $HTTP_PORT", ":8000/": ":$HTTP_PORT/"}
+REPLACED = {"--set steps=200": "--set steps=2", "--context 8192": "--context 256", **PORTS}
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 SNAPSHOTS = {"Qwen/Qwen3-0.6B": ("tiny", "qwen3-0.6b"), "Helsinki-NLP/opus-mt-en-de": ("tiny-mt", "opus-mt")}
 """Shapes in the place of what is downloaded: small ones, and with `--whole` the true ones."""
@@ -84,7 +85,7 @@ class Newcomer:
 
     def __init__(self, folder: Path, programs: Path, *, is_whole: bool) -> None:
         self.folder = folder
-        self.replaced = {"127.0.0.1:8001": "$ONWARD_TARGET"} if is_whole else REPLACED
+        self.replaced = PORTS if is_whole else REPLACED
         port = free_port()
         # With `--whole`, what the clone has installed for itself.
         own = ".venv/bin" if is_whole else str(Path(sys.executable).parent)
@@ -96,6 +97,7 @@ class Newcomer:
             ONWARD_PORT=str(port),
             ONWARD_TARGET=f"127.0.0.1:{port}",
             ONWARD_METRICS_PORT=str(free_port()),
+            HTTP_PORT=str(free_port()),
         )
         if is_whole:
             del self.variables["PYTHONPATH"]

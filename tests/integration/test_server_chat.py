@@ -63,7 +63,7 @@ async def test_model_without_a_template_does_not_offer_chat() -> None:
     async with running([served_model("plain"), served_model("polite", chat=TEMPLATE)]) as server:
         asked = generate_request(model="plain", **chat(("user", "a")))
         error = await status_of(server.generation.Generate(asked), grpc.StatusCode.UNIMPLEMENTED)
-        assert "prompt.chat" in str(error.details())
+        assert error.details() == "prompt.chat: needs a chat template, plain has none: send text"
         for name, offered in (("plain", False), ("polite", True)):
             described = await server.models.GetModel(model_pb2.GetModelRequest(model=name))
             assert described.capabilities.chat is offered

@@ -153,7 +153,7 @@ def test_overlay_passes_the_schemas(name: str, kustomize: Kustomize, schemas: tu
     assert complaints(resources, schemas) == []
 
 
-@pytest.mark.parametrize("names", [[name] for name in COMPONENTS] + [["tls", "gpu", "monitoring", "keda"]])
+@pytest.mark.parametrize("names", [[name] for name in COMPONENTS] + [["tls", "gpu", "monitoring", "keda", "http"]])
 def test_components_pass_the_schemas_alone_and_together(
     names: list[str], kustomize: Kustomize, schemas: tuple[str, Path]
 ) -> None:
@@ -190,6 +190,18 @@ def test_schemas_are_strict(kind: str, old: str, new: str, kustomize: Kustomize,
     text = yaml.safe_dump(only(kustomize.with_components("keda", "gateway", "monitoring"), kind))
     assert old in text
     assert len(complaints([yaml.safe_load(text.replace(old, new))], schemas)) == 1
+
+
+def test_http_reaches_the_servers_port_from_clients_alone(kustomize: Kustomize) -> None:
+    resources = kustomize.with_components("http")
+    (server,) = pod_of(resources)["containers"]
+    ports = {port["name"]: port["containerPort"] for port in server["ports"]}
+    assert {"name": "ONWARD_HTTP_PORT", "value": str(ports["http"])} in server["env"]
+    service = only(resources, "Service")["spec"]
+    assert {"name": "http", "port": ports["http"], "targetPort": "http"} in service["ports"]
+    clients, prometheus = only(resources, "NetworkPolicy")["spec"]["ingress"]
+    assert [port["port"] for port in clients["ports"]] == ["grpc", "http"]
+    assert [port["port"] for port in prometheus["ports"]] == ["metrics"]
 
 
 def test_only_the_envoy_overlay_has_envoys(kustomize: Kustomize) -> None:
