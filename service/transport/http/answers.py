@@ -11,7 +11,7 @@ from typing import Any
 from google.protobuf import json_format
 
 from model.spec.tokenizer import Tokenizer
-from service.engine.types import FinishReason, TokenLogprobs
+from service.engine.types import FinishReason, SamplingParams, TokenLogprobs
 from service.generator import Accepted, Finished, Outcome, Part, Piece
 from service.transport import codec
 from service.transport.http.requests import Asked
@@ -30,13 +30,20 @@ _LEAST_LOGPROB = -9999.0
 
 
 class Answer:
-    """Builds the answer to one request. `tokenizer` is that of its model's outputs, for the tokens' text."""
+    """Builds the answer to one request.
+
+    Args:
+        asked: the request.
+        sampling: what it was sampled by, the model's defaults included.
+        tokenizer_of: a model's tokenizer of outputs, for the tokens' text.
+    """
 
     prefix = ""
     kind = chunk_kind = ""
 
-    def __init__(self, asked: Asked, tokenizer_of: Callable[[str], Tokenizer]) -> None:
+    def __init__(self, asked: Asked, sampling: SamplingParams, tokenizer_of: Callable[[str], Tokenizer]) -> None:
         self._asked = asked
+        self._sampling = sampling
         self._tokenizer_of = tokenizer_of
         self._created = int(time.time())
         self._begun: set[int] = set()
@@ -150,8 +157,8 @@ class CompletionAnswer(Answer):
     prefix = "cmpl-"
     kind = chunk_kind = "text_completion"
 
-    def __init__(self, asked: Asked, tokenizer_of: Callable[[str], Tokenizer]) -> None:
-        super().__init__(asked, tokenizer_of)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self._offsets: defaultdict[int, _Offset] = defaultdict(_Offset)
 
     def _choice(self, index: int, text: str, logprobs: Values | None, token_ids: Sequence[int]) -> Values:

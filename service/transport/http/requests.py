@@ -19,7 +19,7 @@ LABELS = ("user", "safety_identifier", "prompt_cache_key")
 STRUCTURED: Mapping[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "tools": ([],),
-    "tool_choice": ("none",),
+    "tool_choice": ("none", "auto"),  # between no tools
 }
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **STRUCTURED,
