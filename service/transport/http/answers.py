@@ -47,11 +47,13 @@ class Answer:
         self._tokenizer_of = tokenizer_of
         self._created = int(time.time())
         self._begun: set[int] = set()
+        self._num_prompt_tokens = self._num_generated_tokens = 0
         self.request_id = self.model = ""
 
     def accepted(self, part: Accepted) -> None:
         """Names the request and its model."""
         self.request_id, self.model = part.request_id, part.model
+        self._num_prompt_tokens = part.num_prompt_tokens
         self._tokenizer = self._tokenizer_of(part.model)
 
     def chunks(self, part: Part) -> Iterator[Values]:
@@ -62,6 +64,7 @@ class Answer:
                 has_more = part.text or logprobs or self._asked.returns_token_ids
                 if index not in self._begun or has_more:
                     yield from self._first(index)
+                self._num_generated_tokens += len(part.token_ids)
                 if has_more:
                     yield self._chunk(self._choice(index, part.text, logprobs, part.token_ids))
             case Finished(index):
@@ -105,7 +108,11 @@ class Answer:
         return {**named, "model": self.model, "choices": choices, **others}
 
     def _chunk(self, choice: Values) -> Values:
-        return self._named(self.chunk_kind, [choice], **({"usage": None} if self._asked.includes_usage else {}))
+        if not self._asked.includes_usage:
+            return self._named(self.chunk_kind, [choice])
+        given, generated = self._num_prompt_tokens, self._num_generated_tokens
+        so_far = {"prompt_tokens": given, "completion_tokens": generated, "total_tokens": given + generated}
+        return self._named(self.chunk_kind, [choice], usage=so_far if self._asked.continues_usage else None)
 
     def _first(self, index: int) -> Iterator[Values]:
         """What precedes an output's first chunk."""
