@@ -70,6 +70,7 @@ class Accepted:
 
     request_id: str
     model: str
+    num_prompt_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +145,7 @@ class Generator:
             )
             # Before `Accepted` is sent: a client that is slow to read it must not be late in the queue.
             place.submit(request, is_streamed=is_streamed)
-            yield Accepted(request.request_id, request.model)
+            yield Accepted(request.request_id, request.model, request.num_prompt_tokens)
             outputs = _Outputs(request, model.output_tokenizer.decode)
             async with aclosing(place.events()) as batches:
                 async for events in batches:

@@ -54,6 +54,13 @@ async def test_usage_of_a_stream_is_one_last_chunk_without_choices() -> None:
         assert last["usage"]["completion_tokens"] == 6
         assert last["usage"]["total_tokens"] == 6 + last["usage"]["prompt_tokens"]
         assert all(event["usage"] is None and event["choices"] for event in others)
+        fields["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+        *others, last = (await ask(server, "/v1/chat/completions", {**fields, "n": 2})).events
+        counts = [event["usage"]["completion_tokens"] for event in others]
+        assert (counts[0], counts[-1]) == (0, last["usage"]["completion_tokens"])
+        assert counts == sorted(counts)
+        assert {event["usage"]["prompt_tokens"] for event in others} == {last["usage"]["prompt_tokens"]}
+        del fields["stream_options"]
         without = await ask(server, "/v1/chat/completions", fields)
         assert all("usage" not in event and event["choices"] for event in without.events)
 

@@ -11,7 +11,7 @@ from typing import Any
 from google.protobuf import json_format
 
 from model.spec.tokenizer import Tokenizer
-from service.engine.types import FinishReason, TokenLogprobs
+from service.engine.types import FinishReason, SamplingParams, TokenLogprobs
 from service.generator import Accepted, Finished, Outcome, Part, Piece
 from service.transport import codec
 from service.transport.http.requests import Asked
@@ -30,21 +30,30 @@ _LEAST_LOGPROB = -9999.0
 
 
 class Answer:
-    """Builds the answer to one request. `tokenizer` is that of its model's outputs, for the tokens' text."""
+    """Builds the answer to one request.
+
+    Args:
+        asked: the request.
+        sampling: what it was sampled by, the model's defaults included.
+        tokenizer_of: a model's tokenizer of outputs, for the tokens' text.
+    """
 
     prefix = ""
     kind = chunk_kind = ""
 
-    def __init__(self, asked: Asked, tokenizer_of: Callable[[str], Tokenizer]) -> None:
+    def __init__(self, asked: Asked, sampling: SamplingParams, tokenizer_of: Callable[[str], Tokenizer]) -> None:
         self._asked = asked
+        self._sampling = sampling
         self._tokenizer_of = tokenizer_of
         self._created = int(time.time())
         self._begun: set[int] = set()
+        self._num_prompt_tokens = self._num_generated_tokens = 0
         self.request_id = self.model = ""
 
     def accepted(self, part: Accepted) -> None:
         """Names the request and its model."""
         self.request_id, self.model = part.request_id, part.model
+        self._num_prompt_tokens = part.num_prompt_tokens
         self._tokenizer = self._tokenizer_of(part.model)
 
     def chunks(self, part: Part) -> Iterator[Values]:
@@ -55,6 +64,7 @@ class Answer:
                 has_more = part.text or logprobs or self._asked.returns_token_ids
                 if index not in self._begun or has_more:
                     yield from self._first(index)
+                self._num_generated_tokens += len(part.token_ids)
                 if has_more:
                     yield self._chunk(self._choice(index, part.text, logprobs, part.token_ids))
             case Finished(index):
@@ -98,7 +108,11 @@ class Answer:
         return {**named, "model": self.model, "choices": choices, **others}
 
     def _chunk(self, choice: Values) -> Values:
-        return self._named(self.chunk_kind, [choice], **({"usage": None} if self._asked.includes_usage else {}))
+        if not self._asked.includes_usage:
+            return self._named(self.chunk_kind, [choice])
+        given, generated = self._num_prompt_tokens, self._num_generated_tokens
+        so_far = {"prompt_tokens": given, "completion_tokens": generated, "total_tokens": given + generated}
+        return self._named(self.chunk_kind, [choice], usage=so_far if self._asked.continues_usage else None)
 
     def _first(self, index: int) -> Iterator[Values]:
         """What precedes an output's first chunk."""
@@ -150,8 +164,8 @@ class CompletionAnswer(Answer):
     prefix = "cmpl-"
     kind = chunk_kind = "text_completion"
 
-    def __init__(self, asked: Asked, tokenizer_of: Callable[[str], Tokenizer]) -> None:
-        super().__init__(asked, tokenizer_of)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self._offsets: defaultdict[int, _Offset] = defaultdict(_Offset)
 
     def _choice(self, index: int, text: str, logprobs: Values | None, token_ids: Sequence[int]) -> Values:

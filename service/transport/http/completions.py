@@ -84,7 +84,7 @@ class Completions:
             names = {**names, "stopping.max_tokens": "max_completion_tokens"}
         with renaming(prompt, names):
             asked, call = await self._decoded(values, decode, len(request.body))
-            answer = kind(asked, self.output_tokenizer)
+            answer = kind(asked, call.sampling, self.output_tokenizer)
             parts = self._generator.run(call, request.time_remaining(), is_streamed=asked.is_streamed)
             async with aclosing(parts):
                 if asked.is_streamed:

@@ -73,6 +73,8 @@ _CODES: Mapping[type[RequestError], str] = {
     RateLimited: "rate_limit_exceeded",
 }
 _SERVER_ERROR = "server_error"
+# LangChain knows such an error by the first words alone, LiteLLM by the last; both can fall back to another model.
+_TOO_LONG = "; the prompt is too long: it is longer than the model's context length"
 # An error after which the same request may succeed has a delay; of these the client decides.
 _RETRIED_AT_WILL = (NotServing, EngineFailed)
 
@@ -109,7 +111,7 @@ def to_failure(error: BaseException) -> Failure:
         error = report_failure("an unexpected error ended a call", error)
     status = STATUSES[type(error)]
     described = {
-        "message": str(error),
+        "message": f"{error}{_TOO_LONG}" if isinstance(error, PromptTooLong) else str(error),
         "type": _TYPES.get(status, _SERVER_ERROR),
         "param": "model" if isinstance(error, UnknownModel) else getattr(error, "field", None),
         "code": _CODES.get(type(error), error.label),

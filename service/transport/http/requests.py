@@ -19,7 +19,7 @@ LABELS = ("user", "safety_identifier", "prompt_cache_key")
 STRUCTURED: Mapping[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "tools": ([],),
-    "tool_choice": ("none",),
+    "tool_choice": ("none", "auto"),  # between no tools
 }
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **STRUCTURED,
@@ -48,6 +48,7 @@ class Asked:
     request: pb.GenerateRequest
     is_streamed: bool = False
     includes_usage: bool = False
+    continues_usage: bool = False
     returns_token_ids: bool = False
     num_top: int | None = None
     echoed: Mapping[str, Any] = field(default_factory=dict)
@@ -106,11 +107,16 @@ def _finish(
     if options and not is_streamed:
         raise InvalidRequest("stream_options", options, "means nothing without stream")
     # Padding against observers of lengths: none is sent.
-    refuse_others(options, ("include_usage",), {"include_obfuscation": (False,)}, (), "stream_options")
+    usages = ("include_usage", "continuous_usage_stats")
+    refuse_others(options, usages, {"include_obfuscation": (False,)}, (), "stream_options")
+    includes, continues = (take(options, name, bool, "true or false") or False for name in usages)
+    if continues and not includes:
+        raise InvalidRequest("stream_options.continuous_usage_stats", continues, "means nothing without include_usage")
     return Asked(
         request=request,
         is_streamed=is_streamed,
-        includes_usage=take(options, "include_usage", bool, "true or false") or False,
+        includes_usage=includes,
+        continues_usage=continues,
         returns_token_ids=take(values, "return_token_ids", bool, "true or false") or False,
         num_top=num_top,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -85,7 +86,7 @@ def _echoed(values: Mapping[str, Any]) -> Values:
     metadata = take(values, "metadata", dict, "an object") or {}
     if len(metadata) > _MAX_METADATA or not all(isinstance(each, str) for each in metadata.values()):
         raise InvalidRequest("metadata", metadata, f"must have at most {_MAX_METADATA} entries, all strings")
-    names = ("instructions", "max_output_tokens", "temperature", "top_p", *LABELS)
+    names = ("instructions", "max_output_tokens", *LABELS)
     return {**{name: values.get(name) for name in names}, "metadata": metadata}
 
 
@@ -198,6 +199,7 @@ class ResponseAnswer(Answer):
             "id": f"{self.prefix}{self.request_id}",
             "object": "response",
             "created_at": self._created,
+            "completed_at": int(time.time()) if status == "completed" else None,
             "status": status,
             "model": self.model,
             "output": [] if status == "in_progress" else [self._item(status)],
@@ -211,5 +213,14 @@ class ResponseAnswer(Answer):
             "text": {"format": {"type": "text"}},
             "truncation": "disabled",
             "store": False,
+            "background": False,
+            "service_tier": "default",
+            "max_tool_calls": None,
+            "reasoning": None,
+            "temperature": self._sampling.temperature,
+            "top_p": self._sampling.top_p,
+            "presence_penalty": self._sampling.presence_penalty,
+            "frequency_penalty": self._sampling.frequency_penalty,
+            "top_logprobs": self._asked.num_top or 0,
             **self._asked.echoed,
         }

@@ -1,0 +1,225 @@
+"""Requests as Codex, Open WebUI and Open Responses' acceptance suite send them, written down from their sources."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from service.engine.types import FinishReason, GenerationRequest, TokenEvent
+from tests.http_calls import Answer, ask, serving
+from tests.scripted import ScriptedEngine, token
+from tests.servers import MODEL, Running
+
+CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
+
+CODEX_HEADERS = {
+    "content-type": "application/json",
+    "accept": "text/event-stream",
+    "authorization": "Bearer none",
+    "originator": "codex_cli_rs",
+    "user-agent": "codex_cli_rs/0.101.0 (Debian 13.0.0; x86_64) xterm",
+    "session_id": "019a1c09-ddda-742c-b61d-d614ae0f6952",
+}
+CODEX = """{"model": "fake", "instructions": "You are a coding agent.", "input": [
+  {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "<sandbox>"}]},
+  {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "<environment_context>"},
+                                                  {"type": "input_text", "text": "ab"}]},
+  {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "cd"}]},
+  {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "ab"}]}],
+ "tools": [], "tool_choice": "auto", "parallel_tool_calls": false, "reasoning": null, "store": false, "stream": true,
+ "include": [], "prompt_cache_key": "019a1c09-ddda-742c-b61d-d614ae0f6952"}"""
+WEBUI_HEADERS = {
+    "content-type": "application/json",
+    "authorization": "Bearer none",
+    "accept": "*/*",
+    "accept-encoding": "gzip, deflate, br",
+    "user-agent": "Python/3.11 aiohttp/3.12.15",
+    "x-openwebui-user-name": "A%20User",
+    "x-openwebui-user-id": "4f0e",
+    "x-openwebui-user-email": "a@b.c",
+    "x-openwebui-user-role": "user",
+    "x-openwebui-chat-id": "7d1c",
+}
+WEBUI = """{"stream": true, "model": "fake", "messages": [{"role": "system", "content": "c"},
+  {"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}, {"role": "user", "content": "ab"}],
+ "stream_options": {"include_usage": true}, "temperature": 0.8, "top_p": 0.9, "max_tokens": 6, "seed": 1,
+ "frequency_penalty": 0.1, "stop": ["@@"], "logit_bias": {"5": 1}}"""
+WEBUI_TITLE = """{"model": "fake", "messages": [{"role": "user", "content": "### Task: a title"}], "stream": false,
+ "max_tokens": 6}"""
+
+TOOL = {"type": "function", "name": "get_weather", "parameters": {"type": "object", "properties": {}}}
+USER: dict[str, Any] = {"type": "message", "role": "user"}
+ACCEPTANCE: dict[str, dict[str, Any]] = {
+    "basic-response": {"input": [{**USER, "content": "Say hello in exactly 3 words."}]},
+    "streaming-response": {"input": [{**USER, "content": "Count from 1 to 5."}], "stream": True},
+    "system-prompt": {
+        "input": [
+            {"type": "message", "role": "system", "content": "You are a pirate. Always respond in pirate speak."},
+            {**USER, "content": "Say hello."},
+        ]
+    },
+    "multi-turn": {
+        "input": [
+            {**USER, "content": "My name is Alice."},
+            {"type": "message", "role": "assistant", "content": "Hello Alice! Nice to meet you."},
+            {**USER, "content": "What is my name?"},
+        ]
+    },
+}
+REFUSED = {
+    "tool-calling": ({"input": [{**USER, "content": "What's the weather?"}], "tools": [TOOL]}, "tools"),
+    "tool-calling-streaming": (
+        {"input": [{**USER, "content": "What's the weather?"}], "tools": [TOOL], "stream": True},
+        "tools",
+    ),
+    "image-input": (
+        {
+            "input": [
+                {
+                    **USER,
+                    "content": [
+                        {"type": "input_text", "text": "What do you see in this image?"},
+                        {"type": "input_image", "image_url": "data:image/png;base64,iVBORw0KGgo="},
+                    ],
+                }
+            ]
+        },
+        "input[0].content[1].type",
+    ),
+}
+
+
+def either(*kinds: str) -> dict[str, Any]:
+    return {"type": [*kinds]}
+
+
+TEXT, NUMBER, INTEGER = either("string"), either("number"), either("integer")
+FLAG, PERHAPS_TEXT, PERHAPS_NUMBER = either("boolean"), either("string", "null"), either("integer", "null")
+
+
+def whole(**properties: Any) -> dict[str, Any]:
+    """An object that must have these."""
+    return {"type": "object", "required": [*properties], "properties": properties}
+
+
+PART = whole(type={"const": "output_text"}, text=TEXT, annotations={"type": "array"}, logprobs={"type": "array"})
+ITEM = whole(
+    type={"const": "message"},
+    id=TEXT,
+    status=TEXT,
+    role={"const": "assistant"},
+    content={"items": PART, "type": "array"},
+)
+# What Open Responses' specification requires of a response.
+RESPONSE = Draft202012Validator(
+    whole(
+        id=TEXT, object={"const": "response"}, created_at=INTEGER, completed_at=PERHAPS_NUMBER, status=TEXT, model=TEXT,
+        incomplete_details=either("object", "null"), previous_response_id=PERHAPS_TEXT, instructions=PERHAPS_TEXT,
+        output={"type": "array", "items": ITEM}, error=either("object", "null"), tools={"type": "array"},
+        tool_choice={"enum": ["none", "auto", "required"]}, truncation={"enum": ["auto", "disabled"]},
+        parallel_tool_calls=FLAG, text=whole(format=whole(type=TEXT)), top_p=NUMBER, presence_penalty=NUMBER,
+        frequency_penalty=NUMBER, top_logprobs=INTEGER, temperature=NUMBER, reasoning=either("object", "null"),
+        usage={
+            "anyOf": [
+                {"type": "null"},
+                whole(
+                    input_tokens=INTEGER, output_tokens=INTEGER, total_tokens=INTEGER,
+                    input_tokens_details=whole(cached_tokens=INTEGER),
+                    output_tokens_details=whole(reasoning_tokens=INTEGER),
+                ),
+            ]
+        },
+        max_output_tokens=PERHAPS_NUMBER, max_tool_calls=PERHAPS_NUMBER, store=FLAG, background=FLAG, service_tier=TEXT,
+        metadata={}, safety_identifier=PERHAPS_TEXT, prompt_cache_key=PERHAPS_TEXT,
+    )
+)  # fmt: skip
+
+
+def two_tokens(request: GenerationRequest) -> list[list[TokenEvent]]:
+    return [[token(5)], [token(6, reason=FinishReason.END_OF_SEQUENCE)]]
+
+
+async def send(server: Running, path: str, body: str, headers: dict[str, str]) -> Answer:
+    answer = await ask(server, path, body.encode(), headers)
+    assert answer.status == 200, answer.body
+    return answer
+
+
+def events_of(answer: Answer) -> list[Any]:
+    """A response's events; each is named by its type."""
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    *blocks, done = answer.body.decode().strip().split("\n\n")
+    assert done == "data: [DONE]"
+    events = []
+    for block in blocks:
+        name, data = block.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    assert [event["sequence_number"] for event in events] == [*range(len(events))]
+    return events
+
+
+async def test_codex_has_the_events_that_it_reads() -> None:
+    async with serving(engines={MODEL: ScriptedEngine(two_tokens)}, trust=True) as server:
+        events = events_of(await send(server, RESPONSES, CODEX, CODEX_HEADERS))
+        by_type = {event["type"]: event for event in events}
+        text = "".join(event.get("delta", "") for event in events)
+        done, completed = by_type["response.output_item.done"], by_type["response.completed"]
+        assert events[-1] is completed
+        assert done["item"]["content"][0]["text"] == text != ""
+        usage = completed["response"]["usage"]
+        assert (usage["output_tokens"], usage["output_tokens_details"]["reasoning_tokens"]) == (2, 0)
+        assert usage["input_tokens"] > usage["input_tokens_details"]["cached_tokens"] == 0
+        # Its tools, and what it asks of models that reason.
+        for changes in (
+            {"tools": [TOOL]},
+            {"reasoning": {"effort": "medium", "summary": "auto"}},
+            {"include": ["reasoning.encrypted_content"]},
+            {"tool_choice": "required"},
+        ):
+            refused = await ask(server, RESPONSES, {**json.loads(CODEX), **changes}, CODEX_HEADERS)
+            assert (refused.status, refused.error["param"]) == (400, *changes), refused.body
+
+
+async def test_open_webui_has_its_models_chats_and_titles() -> None:
+    async with serving() as server:
+        listed = (await ask(server, "/v1/models", headers=WEBUI_HEADERS)).json
+        assert [model["id"] for model in listed["data"]] == [MODEL]
+        *chunks, usage = (await send(server, CHAT, WEBUI, WEBUI_HEADERS)).events
+        text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+        fields = {**json.loads(WEBUI), "stream": False, "stream_options": None}
+        whole = (await send(server, CHAT, json.dumps(fields), WEBUI_HEADERS)).json
+        assert whole["choices"][0]["message"]["content"] == text != ""
+        assert whole["usage"]["total_tokens"] == usage["usage"]["total_tokens"]
+        title = (await send(server, CHAT, WEBUI_TITLE, WEBUI_HEADERS)).json
+        assert title["choices"][0]["message"]["content"]
+
+
+@pytest.mark.parametrize("case", ACCEPTANCE)
+async def test_open_responses_cases_pass(case: str) -> None:
+    body = {"model": MODEL, "stream": False, **ACCEPTANCE[case]}
+    async with serving(engines={MODEL: ScriptedEngine(two_tokens)}, trust=True) as server:
+        answer = await send(server, RESPONSES, json.dumps(body), {"authorization": "Bearer none"})
+        if body["stream"]:
+            events = events_of(answer)
+            for event in events:
+                if "response" in event:
+                    RESPONSE.validate(event["response"])
+            response = events[-1]["response"]
+        else:
+            response = answer.json
+        RESPONSE.validate(response)
+        assert response["status"] == "completed"
+        assert response["completed_at"] >= response["created_at"]
+        assert response["output"]
+
+
+@pytest.mark.parametrize("case", REFUSED)
+async def test_open_responses_cases_that_need_more_are_refused_by_name(case: str) -> None:
+    body, param = REFUSED[case]
+    async with serving() as server:
+        refused = await ask(server, RESPONSES, {"model": MODEL, **body})
+        assert (refused.status, refused.error["param"]) == (400, param), refused.body
