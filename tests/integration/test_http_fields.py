@@ -56,7 +56,6 @@ CHAT_REFUSED: dict[str, Any] = {
     "prompt_cache_options": {},
     "prompt_cache_retention": "24h",
     "reasoning_effort": "low",
-    "response_format": {"type": "json_object"},
     "service_tier": "flex",
     "store": True,
     "tool_choice": "auto",
@@ -65,8 +64,8 @@ CHAT_REFUSED: dict[str, Any] = {
     "web_search_options": {},
 }
 REFUSED: dict[str, Any] = {"best_of": 2, "echo": True, "suffix": "x"}
-# Shown by tests of their own, below and in `test_http_openai`.
-CHAT_SHAPES = {"messages", "model", "stream", "stream_options", "logprobs", "top_logprobs", "stop"}
+# Shown by tests of their own: below, in `test_http_openai` and in `test_http_structured`.
+CHAT_SHAPES = {"response_format", "messages", "model", "stream", "stream_options", "logprobs", "top_logprobs", "stop"}
 SHAPES = {"prompt", "model", "stream", "stream_options", "logprobs", "stop"}
 
 

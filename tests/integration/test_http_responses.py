@@ -56,7 +56,6 @@ REFUSED: dict[str, Any] = {
     "reasoning": {"effort": "low"},
     "service_tier": "flex",
     "store": True,
-    "text": {"format": {"type": "json_object"}},
     "tool_choice": "auto",
     "tools": [{"type": "function", "name": "f"}],
     "truncation": "auto",

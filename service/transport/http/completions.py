@@ -80,8 +80,9 @@ class Completions:
         values = await self.parsed(request)
         if values.get("max_completion_tokens") is not None:
             names = {**names, "stopping.max_tokens": "max_completion_tokens"}
-        with renaming(prompt, names):
-            asked, call = await self._decoded(values, decode, len(request.body))
+        with self._generator.counting_refusal(_model(values)):
+            asked, call = await self._off_loop(len(request.body), self._decoded, values, decode, prompt, names)
+        with renaming(prompt, {**names, **asked.names}):
             answer = kind(asked, self.output_tokenizer)
             parts = self._generator.run(call, request.time_remaining(), is_streamed=asked.is_streamed)
             async with aclosing(parts):
@@ -121,24 +122,28 @@ class Completions:
         """The tokenizer of a model's outputs."""
         return self._models.resolve(name).output_tokenizer
 
-    async def _decoded(
-        self, values: Mapping[str, Any], decode: Callable[[Mapping[str, Any]], Asked], num_bytes: int
+    def _decoded(
+        self,
+        values: Mapping[str, Any],
+        decode: Callable[[Mapping[str, Any]], Asked],
+        prompt: str,
+        names: Mapping[str, str],
     ) -> tuple[Asked, GenerateCall]:
-        model = values.get("model")
-        name = model if isinstance(model, str) else ""
-
-        def work() -> tuple[Asked, GenerateCall]:
+        with renaming(prompt, names):
             asked = decode(values)
-            return asked, codec.decode_generate(asked.request, self._limits, self._models.defaults(name))
-
-        with self._generator.counting_refusal(name):
-            return await self._off_loop(num_bytes, work)
+        with renaming(prompt, {**names, **asked.names}):
+            return asked, codec.decode_generate(asked.request, self._limits, self._models.defaults(_model(values)))
 
     async def _off_loop(self, num_bytes: int, work: Callable[..., _Result], *arguments: object) -> _Result:
         """Runs short work here, long work on a thread."""
         if num_bytes <= LONG_BYTES:
             return work(*arguments)
         return await self._texts.run(current_caller().tenant, num_bytes, work, *arguments)
+
+
+def _model(values: Mapping[str, Any]) -> str:
+    model = values.get("model")
+    return model if isinstance(model, str) else ""
 
 
 def accept(request: Request, answer: Answer, part: Accepted) -> None:

@@ -8,16 +8,15 @@ from typing import Any
 
 from onward.v1 import generation_pb2 as pb
 from service.errors import InvalidRequest, UnsupportedFeature
-from service.transport.http.fields import BEAMS, PATHS, refuse_others, set_field, set_fields, take
+from service.transport.http.fields import BEAMS, PATHS, refuse_others, set_field, set_fields, set_text, take
+from service.transport.http.forms import VLLM, set_form
 
 CHAT_PATHS = {**PATHS, "max_completion_tokens": "stopping.max_tokens"}
-_OWN = ("stream", "stream_options", "return_token_ids", "logprobs", BEAMS)
+_OWN = ("stream", "stream_options", "return_token_ids", "logprobs", BEAMS, "response_format", *VLLM)
 # Labels of a request for its sender: checked, and of no effect on the answer.
 LABELS = ("user", "safety_identifier", "prompt_cache_key")
 
-# What is to come with structured output: these fields are refused unless they ask for nothing.
 STRUCTURED: Mapping[str, tuple[Any, ...]] = {
-    "response_format": ({"type": "text"},),
     "tools": ([],),
     "tool_choice": ("none",),
 }
@@ -31,7 +30,7 @@ _UNSUPPORTED = (
     "audio", "function_call", "functions", "metadata", "moderation", "parallel_tool_calls", "prediction",
     "prompt_cache_options", "prompt_cache_retention", "reasoning_effort", "verbosity", "web_search_options",
 )  # fmt: skip
-_NOT_OF_COMPLETIONS = ("suffix", "response_format", "prompt_logprobs")
+_NOT_OF_COMPLETIONS = ("suffix", "prompt_logprobs")
 _NOT_OF_MESSAGES = (
     "name", "audio", "function_call", "refusal", "tool_calls", "tool_call_id", "reasoning", "reasoning_content",
     "annotations",
@@ -42,7 +41,8 @@ _NOT_OF_MESSAGES = (
 class Asked:
     """A request as gRPC takes it, and what its answer looks like.
 
-    `num_top` is the number of alternatives per token; `echoed` are fields that a response repeats.
+    `num_top` is the number of alternatives per token; `echoed` are fields that a response repeats; `names` are those
+    of the structured output's fields, for errors.
     """
 
     request: pb.GenerateRequest
@@ -51,6 +51,7 @@ class Asked:
     returns_token_ids: bool = False
     num_top: int | None = None
     echoed: Mapping[str, Any] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
 
 
 def decode_chat(values: Mapping[str, Any]) -> Asked:
@@ -113,6 +114,7 @@ def _finish(
         includes_usage=take(options, "include_usage", bool, "true or false") or False,
         returns_token_ids=take(values, "return_token_ids", bool, "true or false") or False,
         num_top=num_top,
+        names=set_form(request, values, "response_format", values.get("response_format")),
     )
 
 
@@ -146,16 +148,6 @@ def text_of(content: Any, place: str, kinds: tuple[str, ...] = ("text",)) -> Any
             raise InvalidRequest(f"{where}.text", part.get("text"), "must be a string")
         texts.append(part["text"])
     return "\n".join(texts)
-
-
-def set_text(message: Any, field: str, value: Any, place: str) -> None:
-    """Sets a text of a message."""
-    if not isinstance(value, str):
-        raise InvalidRequest(place, value, "must be a string")
-    try:
-        setattr(message, field, value)
-    except UnicodeEncodeError as error:
-        raise InvalidRequest(place, "a lone surrogate", "must be Unicode text") from error
 
 
 def _add_prompt(request: pb.GenerateRequest, value: Any) -> None:

@@ -11,8 +11,9 @@ from service.engine.types import FinishReason
 from service.errors import InvalidRequest, UnsupportedFeature
 from service.generator import Finished, Outcome, Part, Piece
 from service.transport.http.answers import Answer, Values, content_logprobs, usage
-from service.transport.http.fields import PATHS, refuse_others, set_field, set_fields, take
-from service.transport.http.requests import LABELS, STRUCTURED, Asked, set_text, text_of
+from service.transport.http.fields import PATHS, refuse_others, set_field, set_fields, set_text, take
+from service.transport.http.forms import VLLM, set_form
+from service.transport.http.requests import LABELS, STRUCTURED, Asked, text_of
 
 LOGPROBS = "message.output_text.logprobs"
 """What `include` may name."""
@@ -27,11 +28,10 @@ RESPONSE_PATHS = {
     **{name: path for name, path in PATHS.items() if name not in _NOT_OF_RESPONSES},
     "max_output_tokens": "stopping.max_tokens",
 }
-_OWN = ("input", "instructions", "stream", "stream_options", "include", "top_logprobs", "metadata")
+_OWN = ("input", "instructions", "stream", "stream_options", "include", "top_logprobs", "metadata", "text", *VLLM)
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "tools": STRUCTURED["tools"],
     "tool_choice": STRUCTURED["tool_choice"],
-    "text": ({"format": {"type": "text"}},),
     "background": (False,),
     "parallel_tool_calls": (True, False),
     "service_tier": ("auto", "default"),
@@ -67,7 +67,10 @@ def decode_response(values: Mapping[str, Any]) -> Asked:
     is_streamed = take(values, "stream", bool, "true or false") or False
     options = take(values, "stream_options", dict, "an object") or {}
     refuse_others(options, (), {"include_obfuscation": (False,)}, (), "stream_options")
-    return Asked(request=request, is_streamed=is_streamed, num_top=num_top, echoed=_echoed(values))
+    text = take(values, "text", dict, "an object") or {}
+    refuse_others(text, ("format",), {}, ("verbosity",), "text")
+    names = set_form(request, values, "text.format", text.get("format"))
+    return Asked(request=request, is_streamed=is_streamed, num_top=num_top, echoed=_echoed(values), names=names)
 
 
 def _num_top(values: Mapping[str, Any]) -> int | None:
@@ -86,7 +89,12 @@ def _echoed(values: Mapping[str, Any]) -> Values:
     if len(metadata) > _MAX_METADATA or not all(isinstance(each, str) for each in metadata.values()):
         raise InvalidRequest("metadata", metadata, f"must have at most {_MAX_METADATA} entries, all strings")
     names = ("instructions", "max_output_tokens", "temperature", "top_p", *LABELS)
-    return {**{name: values.get(name) for name in names}, "metadata": metadata}
+    return {**{name: values.get(name) for name in names}, "metadata": metadata, **_text(values)}
+
+
+def _text(values: Mapping[str, Any]) -> Values:
+    """The form that was asked for."""
+    return {"text": values["text"]} if (values.get("text") or {}).get("format") else {}
 
 
 def _add_input(request: pb.GenerateRequest, value: Any) -> None:
