@@ -39,7 +39,7 @@ async def serving(served: Any = None, **changes: Any) -> AsyncIterator[Running]:
 async def serving_random(folder: Path, template: str) -> AsyncIterator[Running]:
     """A server with both transports over `tiny`, a model of random weights with this chat template."""
     made = folder / "tiny"
-    shutil.copytree(tiny_artifact("decoder-only", context=512), made)
+    shutil.copytree(tiny_artifact("decoder-only", context=1536), made)
     (made / CHAT).write_text(ChatSettings(template).to_json())
     manifest = read_manifest(made)
     files = {**manifest.files, CHAT: hash_file(made / CHAT)}

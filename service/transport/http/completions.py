@@ -6,16 +6,17 @@ A stream's status line waits for the first token or the first error, so that a r
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
+from dataclasses import replace
 from typing import Any, TypeVar
 
-from model.spec.tokenizer import Tokenizer
 from service.access import current_caller
 from service.config import RequestLimits
 from service.errors import AnswerTooLarge
 from service.generator import Accepted, GenerateCall, Generator, Part, Piece
 from service.process.text_pool import LONG_BYTES, TextPool
 from service.repository.entry import Models
+from service.repository.models import Conversation
 from service.transport import codec
 from service.transport.http.answers import Answer, ChatAnswer, CompletionAnswer
 from service.transport.http.bodies import parse
@@ -24,6 +25,7 @@ from service.transport.http.exchange import encode
 from service.transport.http.fields import renaming
 from service.transport.http.requests import Asked, decode_chat, decode_completion
 from service.transport.http.responses import ResponseAnswer, decode_response
+from service.transport.http.tools import extra_bytes
 
 DONE = b"data: [DONE]\n\n"
 # Bytes of JSON for a token, and for each token with its log-probability: what an answer takes to be encoded.
@@ -82,8 +84,9 @@ class Completions:
             names = {**names, "stopping.max_tokens": "max_completion_tokens"}
         with self._generator.counting_refusal(_model(values)):
             asked, call = await self._off_loop(len(request.body), self._decoded, values, decode, prompt, names)
-        with renaming(prompt, {**names, **asked.names}):
-            answer = kind(asked, self.output_tokenizer)
+        locating = nullcontext() if asked.tools is None else asked.tools.locating()
+        with renaming(prompt, {**names, **asked.names}), locating:
+            answer = kind(asked, self._models.resolve)
             parts = self._generator.run(call, request.time_remaining(), is_streamed=asked.is_streamed)
             async with aclosing(parts):
                 if asked.is_streamed:
@@ -118,10 +121,6 @@ class Completions:
             raise AnswerTooLarge(len(data), self._max_answer_bytes)
         return data
 
-    def output_tokenizer(self, name: str) -> Tokenizer:
-        """The tokenizer of a model's outputs."""
-        return self._models.resolve(name).output_tokenizer
-
     def _decoded(
         self,
         values: Mapping[str, Any],
@@ -132,7 +131,14 @@ class Completions:
         with renaming(prompt, names):
             asked = decode(values)
         with renaming(prompt, {**names, **asked.names}):
-            return asked, codec.decode_generate(asked.request, self._limits, self._models.defaults(_model(values)))
+            if asked.tools is not None:
+                asked.tools.constrain(asked.request, self._models.resolve(_model(values)).chat)
+            call = codec.decode_generate(asked.request, self._limits, self._models.defaults(_model(values)))
+            if asked.messages:
+                tools = () if asked.tools is None else asked.tools.for_template
+                size = extra_bytes(asked.tools, asked.messages)
+                call = replace(call, prompt=Conversation(asked.messages, tools, size))
+            return asked, call
 
     async def _off_loop(self, num_bytes: int, work: Callable[..., _Result], *arguments: object) -> _Result:
         """Runs short work here, long work on a thread."""

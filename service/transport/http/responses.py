@@ -13,7 +13,7 @@ from service.generator import Finished, Outcome, Part, Piece
 from service.transport.http.answers import Answer, Values, content_logprobs, usage
 from service.transport.http.fields import PATHS, refuse_others, set_field, set_fields, set_text, take
 from service.transport.http.forms import VLLM, set_form
-from service.transport.http.requests import LABELS, STRUCTURED, Asked, text_of
+from service.transport.http.requests import LABELS, Asked, text_of
 
 LOGPROBS = "message.output_text.logprobs"
 """What `include` may name."""
@@ -30,8 +30,8 @@ RESPONSE_PATHS = {
 }
 _OWN = ("input", "instructions", "stream", "stream_options", "include", "top_logprobs", "metadata", "text", *VLLM)
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "tools": STRUCTURED["tools"],
-    "tool_choice": STRUCTURED["tool_choice"],
+    "tools": ([],),
+    "tool_choice": ("none",),
     "background": (False,),
     "parallel_tool_calls": (True, False),
     "service_tier": ("auto", "default"),
