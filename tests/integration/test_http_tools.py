@@ -157,6 +157,47 @@ async def test_conversation_with_calls_and_results_goes_on(server: Running) -> N
         assert second.usage.prompt_tokens > first.usage.prompt_tokens + 2 * len("<tool_call>")
 
 
+async def test_response_has_the_calls_of_chat_streamed_and_not(server: Running) -> None:
+    flat: Any = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    async with openai(server) as client:
+        for most in (250, 60):
+            fields: dict[str, Any] = {"tool_choice": "required", "seed": 3, "max_tokens": most}
+            message, reason = await whole_and_streamed(server, fields)
+            extra: Any = {"model": "tiny", "tools": flat, "temperature": 1, "extra_body": {"seed": 3}}
+            options = {**extra, "input": "ab", "max_output_tokens": most, "tool_choice": "required"}
+            whole = await client.responses.create(**options)
+            calls = [each for each in whole.output if each.type == "function_call"]
+            assert calls == whole.output
+            said = [(call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]]
+            assert [(call.name, call.arguments) for call in calls] == said
+            assert whole.status == ("completed" if reason == "tool_calls" else "incomplete")
+            assert (calls[-1].status == "incomplete") is (reason == "length")
+            events = [event async for event in await client.responses.create(**options, stream=True)]
+            done = [event.item for event in events if event.type == "response.output_item.done"]
+            deltas = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+            last: Any = events[-1]
+            assert [(each.name, each.arguments) for each in done] == said  # type: ignore[union-attr]
+            assert "".join(deltas) == "".join(arguments for _, arguments in said)
+            assert [each.to_dict() | {"id": "", "call_id": ""} for each in last.response.output] == [
+                each.to_dict() | {"id": "", "call_id": ""} for each in calls
+            ]
+            if reason == "tool_calls":
+                results = [{"type": "function_call_output", "call_id": call.call_id, "output": "7"} for call in calls]
+                more: Any = [{"role": "user", "content": "ab"}, *(call.to_dict() for call in calls), *results]
+                again = await client.responses.create(**{**options, "input": more, "tool_choice": "auto"})
+                assert again.usage is not None
+                assert whole.usage is not None
+                assert again.usage.input_tokens > whole.usage.input_tokens + len("<tool_call>")
+        text = await client.responses.create(**{**options, "max_output_tokens": 20, "tool_choice": "auto"})
+        assert text.output_text
+        kinds = [
+            event.type.removeprefix("response.")
+            async for event in await client.responses.create(**{**options, "tool_choice": "auto"}, stream=True)
+        ]
+        assert kinds[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
+        assert kinds[-4:] == ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
+
+
 PLACE = "tools[0].function.parameters"
 
 

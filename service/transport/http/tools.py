@@ -100,7 +100,7 @@ class Tools:
             head = f'{opening}"name": {json.dumps(each.name)}, "arguments": '
             lines.append(f"call_{index}: {json.dumps(head)} args_{index} {json.dumps(end)}")
         if not self.must_call:
-            lines.append(f"TEXT: /(?s:.*)/ & ~/(?s:.*){_TAG}(?s:.*)/")
+            lines.append("TEXT: /(?s:.*)/")
             lines.append(f"opening[lazy]: /(?s:.*){_TAG}/")
         return "\n".join(lines)
 
