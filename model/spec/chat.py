@@ -133,8 +133,11 @@ class Chat:
                 raise ChatTemplateError(f"has U+{ord(unfit.group()):04X}, which no text may hold")
         self._variables = dict(settings.variables)
         text = "\0".join(literals)
-        self.has_tools = any(name.name == "tools" for name in tree.find_all(jinja2.nodes.Name))
+        names = {name.name for name in tree.find_all(jinja2.nodes.Name)}
+        self.has_tools = "tools" in names
         """Whether the template shows tools."""
+        self.has_thinking_switch = "enable_thinking" in names
+        """Whether the template lets a conversation say whether the answer begins with thoughts."""
         # Others have tags of the same name around XML.
         is_json = all(each in text for each in (*_CALL_TAGS, '"name"', '"arguments"')) and "<function=" not in text
         self.has_tagged_calls = is_json and not tokenizer.control_spellings.intersection(_CALL_TAGS)
@@ -147,12 +150,19 @@ class Chat:
         self._guard = _Guard(tokenizer.control_spellings, ordinary, literals)
         environment.sought = self._guard.sought
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        enable_thinking: bool | None = None,
+    ) -> str:
         """Renders a conversation to be answered, with `CONTROL_MARK` before each of the template's control tokens.
 
         Args:
             messages: at least one.
             tools: that the answer may call, as Hugging Face's templates have them.
+            enable_thinking: the template's variable, left out where it is None.
 
         Raises:
             ConversationError: when the template refuses it, or a message is invalid.
@@ -175,10 +185,16 @@ class Chat:
                 values["tool_call_id"] = self._protect_value(message.tool_call_id, f"[{index}].tool_call_id")
             protected.append(values)
         shown = self._protect_value(list(tools), "") if tools else None
+        switch = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         try:
             with rendering():
                 written = self._template.render(
-                    **self._variables, messages=protected, tools=shown, documents=None, add_generation_prompt=True
+                    **self._variables,
+                    **switch,
+                    messages=protected,
+                    tools=shown,
+                    documents=None,
+                    add_generation_prompt=True,
                 )
         except SecurityError as error:
             raise ConversationError(f"the model's template was stopped: {_reason(error)}") from error

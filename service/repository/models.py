@@ -28,11 +28,13 @@ class Conversation:
     """Messages, at least one, that the model's chat template turns into a prompt.
 
     `tools` are those that the answer may call; `extra_bytes` is the size of them and of messages' calls.
+    `enable_thinking` is a variable of templates, left out where it is None.
     """
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
     extra_bytes: int = 0
+    enable_thinking: bool | None = None
 
 
 Prompt = str | tuple[int, ...] | Conversation
@@ -159,7 +161,7 @@ class ServedModel:
             raise UnsupportedFeature("prompt.chat")
         require_room(field, text_size(prompt), self.prompt_tokenizer, most)
         try:
-            written = self.chat.render(prompt.messages, prompt.tools)
+            written = self.chat.render(prompt.messages, prompt.tools, enable_thinking=prompt.enable_thinking)
         except ConversationError as error:
             roles = [message.role for message in prompt.messages]
             raise InvalidRequest(f"prompt.chat.messages{error.place}", roles, error.reason) from error

@@ -257,3 +257,19 @@ async def test_template_says_which_tools_it_can_have(tmp_path: Path) -> None:
     async with serving() as server:
         deaf = await ask(server, CHAT, BODY)
         assert (deaf.status, deaf.error["param"]) == (400, "tools")
+
+
+async def test_thinking_is_switched_where_the_template_can(tmp_path: Path) -> None:
+    switched = "<bos>{{ messages[-1].content }}{% if enable_thinking is false %}xyz{% endif %}"
+    async with serving_random(tmp_path, switched) as server:
+        lengths = []
+        for given in ({}, {"enable_thinking": True}, {"enable_thinking": False}):
+            fields = {"messages": MESSAGES, "max_tokens": 1, "chat_template_kwargs": given}
+            lengths.append((await ask(server, CHAT, fields)).json["usage"]["prompt_tokens"])
+        assert lengths == [lengths[0], lengths[0], lengths[0] + 3]
+        for given, name in (({"enable_thinking": 1}, "enable_thinking"), ({"other": True}, "other")):
+            wrong = await ask(server, CHAT, {"messages": MESSAGES, "chat_template_kwargs": given})
+            assert (wrong.status, wrong.error["param"]) == (400, f"chat_template_kwargs.{name}")
+    async with serving() as server:
+        deaf = await ask(server, CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"enable_thinking": False}})
+        assert (deaf.status, deaf.error["param"]) == (400, "chat_template_kwargs.enable_thinking")

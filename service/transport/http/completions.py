@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from service.access import current_caller
 from service.config import RequestLimits
-from service.errors import AnswerTooLarge
+from service.errors import AnswerTooLarge, UnsupportedFeature
 from service.generator import Accepted, GenerateCall, Generator, Part, Piece
 from service.process.text_pool import LONG_BYTES, TextPool
 from service.repository.entry import Models
@@ -134,10 +134,15 @@ class Completions:
             if asked.tools is not None:
                 asked.tools.constrain(asked.request, self._models.resolve(_model(values)).chat)
             call = codec.decode_generate(asked.request, self._limits, self._models.defaults(_model(values)))
+            if asked.enable_thinking is not None:
+                chat = self._models.resolve(_model(values)).chat
+                if chat is not None and not chat.has_thinking_switch:
+                    field = "chat_template_kwargs.enable_thinking"
+                    raise UnsupportedFeature(field, "is not supported: the model's template has no such variable")
             if asked.messages:
                 tools = () if asked.tools is None else asked.tools.for_template
                 size = extra_bytes(asked.tools, asked.messages)
-                call = replace(call, prompt=Conversation(asked.messages, tools, size))
+                call = replace(call, prompt=Conversation(asked.messages, tools, size, asked.enable_thinking))
             return asked, call
 
     async def _off_loop(self, num_bytes: int, work: Callable[..., _Result], *arguments: object) -> _Result:

@@ -41,8 +41,8 @@ class Asked:
     """A request as gRPC takes it, and what its answer looks like.
 
     `num_top` is the number of alternatives per token; `echoed` are fields that a response repeats; `names` are those
-    of the structured output's fields, for errors. `messages` are those of a conversation with their calls of tools,
-    empty where it has none.
+    of the structured output's fields, for errors. `messages` are those of a conversation that has more than gRPC's,
+    empty where it has not.
     """
 
     request: pb.GenerateRequest
@@ -54,6 +54,7 @@ class Asked:
     names: Mapping[str, str] = field(default_factory=dict)
     tools: Tools | None = None
     messages: tuple[Message, ...] = ()
+    enable_thinking: bool | None = None
 
 
 def decode_chat(values: Mapping[str, Any]) -> Asked:
@@ -62,7 +63,7 @@ def decode_chat(values: Mapping[str, Any]) -> Asked:
     Raises:
         InvalidRequest, UnsupportedFeature: naming the first field that is wrong.
     """
-    known = {*CHAT_PATHS, *_OWN, *LABELS, *TOOL_FIELDS, "messages", "top_logprobs"}
+    known = {*CHAT_PATHS, *_OWN, *LABELS, *TOOL_FIELDS, "messages", "top_logprobs", "chat_template_kwargs"}
     refuse_others(values, known, _NEUTRAL, _UNSUPPORTED)
     if values.get("max_tokens") is not None and values.get("max_completion_tokens") is not None:
         raise InvalidRequest("max_tokens", values["max_tokens"], "must not be set with max_completion_tokens")
@@ -75,8 +76,22 @@ def decode_chat(values: Mapping[str, Any]) -> Asked:
     if wants_logprobs:
         num_top = num_top or 0
         set_field(request, "response.logprobs", "top_logprobs", num_top)
-    asked = replace(_finish(request, values, CHAT_PATHS, num_top), tools=decode_tools(values, is_nested=True))
+    asked = replace(
+        _finish(request, values, CHAT_PATHS, num_top),
+        tools=decode_tools(values, is_nested=True),
+        enable_thinking=_thinking(values),
+    )
     return with_tools(asked, messages)
+
+
+def _thinking(values: Mapping[str, Any]) -> bool | None:
+    """VLLM's way to set variables of a template: this one alone."""
+    given = take(values, "chat_template_kwargs", dict, "an object") or {}
+    refuse_others(given, ("enable_thinking",), {}, (), "chat_template_kwargs")
+    value: bool | None = given.get("enable_thinking")
+    if value is not None and type(value) is not bool:
+        raise InvalidRequest("chat_template_kwargs.enable_thinking", value, "must be true or false")
+    return value
 
 
 def decode_completion(values: Mapping[str, Any]) -> Asked:
@@ -102,7 +117,8 @@ def with_tools(asked: Asked, messages: tuple[Message, ...]) -> Asked:
             raise UnsupportedFeature(asked.names["structured_output"], "is not supported with tools that may be called")
         asked = replace(asked, names={"structured_output": "tools", "structured_output.grammar": "tools"})
     has_calls = any(message.tool_calls or message.tool_call_id for message in messages)
-    return replace(asked, messages=messages) if has_calls or asked.tools is not None else asked
+    has_more = has_calls or asked.tools is not None or asked.enable_thinking is not None
+    return replace(asked, messages=messages) if has_more else asked
 
 
 def _count(values: Mapping[str, Any]) -> Any:
