@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from openai import AsyncOpenAI
+from prometheus_client import CollectorRegistry
 
+from model.spec.artifact import CHAT, MANIFEST, hash_file, read_manifest
+from model.spec.chat import ChatSettings
+from service.app import App
+from service.config import ServeConfig
+from tests.artifacts import rehash, tiny_artifact
 from tests.integration.test_server_chat import TEMPLATE
 from tests.servers import Running, running, served_model
+from tests.servers import connect as connect_clients
 
 POLITE: dict[str, Any] = {"chat": TEMPLATE, "context": 256}
 """A model that has a chat template."""
@@ -23,6 +32,26 @@ MESSAGES: Any = [{"role": "user", "content": "ab"}]
 async def serving(served: Any = None, **changes: Any) -> AsyncIterator[Running]:
     """A server with both transports; by default over one model with a chat template."""
     async with running(served or [served_model(**POLITE)], http_port=0, **changes) as server:
+        yield server
+
+
+@asynccontextmanager
+async def serving_random(folder: Path, template: str) -> AsyncIterator[Running]:
+    """A server with both transports over `tiny`, a model of random weights with this chat template."""
+    made = folder / "tiny"
+    shutil.copytree(tiny_artifact("decoder-only", context=1536), made)
+    (made / CHAT).write_text(ChatSettings(template).to_json())
+    manifest = read_manifest(made)
+    files = {**manifest.files, CHAT: hash_file(made / CHAT)}
+    (made / MANIFEST).write_text(replace(manifest, files=files).to_json())
+    rehash(made)
+    config = ServeConfig(
+        models=folder, port=0, http_port=0, metrics=False, calibrate=False, threads=1, spin=False, max_batch_size=8
+    )
+    registry = CollectorRegistry()
+    app = App.load(config, registry)
+    async with app.listening() as endpoint, connect_clients(app, endpoint, registry) as server:
+        await app.verify_all()
         yield server
 
 

@@ -20,6 +20,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from typing import Any
 
 import jinja2
 from jinja2.exceptions import SecurityError
@@ -34,6 +35,7 @@ VARIABLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "c
 """The control tokens that templates have by name."""
 
 MAX_TEMPLATE_CHARACTERS = 256 * 1024
+_CALL_TAGS = ("<tool_call>", "</tool_call>")
 _MAX_REASON = 500
 """The limit of a template's error message, in characters."""
 
@@ -60,10 +62,15 @@ class ConversationError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn: a role of `ROLES` and its content."""
+    """One turn: a role of `ROLES` and its content.
+
+    An assistant's may have calls of tools, whose arguments are objects; a tool's names the call that it answers.
+    """
 
     role: str
     content: str
+    tool_calls: tuple[Mapping[str, Any], ...] = ()
+    tool_call_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +123,8 @@ class Chat:
         environment = Sandbox(now)
         try:
             self._template = environment.from_string(source)
-            literals = find_literals(environment.parse(source))
+            tree = environment.parse(source)
+            literals = find_literals(tree)
         except (jinja2.TemplateError, RecursionError, MemoryError, ValueError, SyntaxError) as error:
             raise ChatTemplateError(f"cannot be compiled: {error}") from error
         # A literal may spell by an escape what the source does not contain.
@@ -125,6 +133,15 @@ class Chat:
                 raise ChatTemplateError(f"has U+{ord(unfit.group()):04X}, which no text may hold")
         self._variables = dict(settings.variables)
         text = "\0".join(literals)
+        names = {name.name for name in tree.find_all(jinja2.nodes.Name)}
+        self.has_tools = "tools" in names
+        """Whether the template shows tools."""
+        self.has_thinking_switch = "enable_thinking" in names
+        """Whether the template lets a conversation say whether the answer begins with thoughts."""
+        # Others have tags of the same name around XML.
+        is_json = all(each in text for each in (*_CALL_TAGS, '"name"', '"arguments"')) and "<function=" not in text
+        self.has_tagged_calls = is_json and not tokenizer.control_spellings.intersection(_CALL_TAGS)
+        """Whether calls of tools are `{"name": …, "arguments": …}` between tags that are text."""
         # Added tokens that are not special count as control tokens if the template writes them.
         ordinary = {
             spelling for spelling in tokenizer.added_spellings - tokenizer.control_spellings if spelling in text
@@ -133,8 +150,19 @@ class Chat:
         self._guard = _Guard(tokenizer.control_spellings, ordinary, literals)
         environment.sought = self._guard.sought
 
-    def render(self, messages: Sequence[Message]) -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        enable_thinking: bool | None = None,
+    ) -> str:
         """Renders a conversation to be answered, with `CONTROL_MARK` before each of the template's control tokens.
+
+        Args:
+            messages: at least one.
+            tools: that the answer may call, as Hugging Face's templates have them.
+            enable_thinking: the template's variable, left out where it is None.
 
         Raises:
             ConversationError: when the template refuses it, or a message is invalid.
@@ -150,11 +178,23 @@ class Chat:
                 raise ConversationError(
                     f"must not have the noncharacter U+{ord(reserved.group()):04X}", f"[{index}].content"
                 )
-            protected.append({"role": message.role, "content": self._guard.protect(message.content)})
+            values: dict[str, Any] = {"role": message.role, "content": self._guard.protect(message.content)}
+            if message.tool_calls:
+                values["tool_calls"] = self._protect_value(list(message.tool_calls), f"[{index}].tool_calls")
+            if message.tool_call_id:
+                values["tool_call_id"] = self._protect_value(message.tool_call_id, f"[{index}].tool_call_id")
+            protected.append(values)
+        shown = self._protect_value(list(tools), "") if tools else None
+        switch = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         try:
             with rendering():
                 written = self._template.render(
-                    **self._variables, messages=protected, tools=None, documents=None, add_generation_prompt=True
+                    **self._variables,
+                    **switch,
+                    messages=protected,
+                    tools=shown,
+                    documents=None,
+                    add_generation_prompt=True,
                 )
         except SecurityError as error:
             raise ConversationError(f"the model's template was stopped: {_reason(error)}") from error
@@ -169,6 +209,15 @@ class Chat:
             ConversationError: as `render`.
         """
         return self.tokenize(self.render(messages))
+
+    def _protect_value(self, value: Any, place: str) -> Any:
+        """JSON for the template, each string of it protected."""
+        try:
+            return self._guard.protect_value(value)
+        except ValueError as error:
+            raise ConversationError(str(error), place) from error
+        except RecursionError as error:
+            raise ConversationError("is nested too deeply", place) from error
 
     def tokenize(self, written: str) -> list[int]:
         """Token ids of what `render` returned; may take milliseconds."""
@@ -196,6 +245,7 @@ class _Guard:
         }
         self.sought = frozenset(sought)
         self._protected = _any_of({*sought, *ends})
+        self._ends = _any_of(ends)
         enclosed = enclose(f"(?:{_any_of(sought).pattern})")
         self._resolved = re.compile(f"({enclosed})|({_any_of(control).pattern})|[{_BREAK}{OPEN}{CLOSE}]")
 
@@ -203,13 +253,27 @@ class _Guard:
         """A message's content for the template, with noncharacters."""
 
         def mark(match: re.Match[str]) -> str:
-            found = match.group()
-            if found in self.sought:
-                return enclose(found)
-            before, behind = (_BREAK if found in ends else "" for ends in (self._lasts, self._firsts))
-            return f"{before}{found}{behind}"
+            return enclose(match.group()) if match.group() in self.sought else self._break(match)
 
         return self._protected.sub(mark, content)
+
+    def protect_value(self, value: Any) -> Any:
+        """JSON for the template. No string of it is enclosed, as escapes would change it between its marks.
+
+        Raises:
+            ValueError: for a string with a noncharacter.
+        """
+        if isinstance(value, str):
+            if reserved := _MARKS.search(value):
+                raise ValueError(f"must not have the noncharacter U+{ord(reserved.group()):04X}")
+            return self._ends.sub(self._break, value)
+        if isinstance(value, Mapping):
+            return {self.protect_value(key): self.protect_value(each) for key, each in value.items()}
+        return [self.protect_value(each) for each in value] if isinstance(value, list) else value
+
+    def _break(self, match: re.Match[str]) -> str:
+        before, behind = (_BREAK if match.group() in ends else "" for ends in (self._lasts, self._firsts))
+        return f"{before}{match.group()}{behind}"
 
     def resolve(self, written: str) -> str:
         """The template's output without noncharacters, with its own control tokens marked."""

@@ -46,6 +46,9 @@ _MAX_ARGUMENT = 10_000
 OPEN, CLOSE = "\ufdd2", "\ufdd3"
 """The characters before and after an enclosed string."""
 
+# Marks of where strings are from stay what they are.
+_NOT_ASCII = re.compile("[^\x00-\x7f\ufdd0-\ufdd3]")
+
 
 def enclose(text: str) -> str:
     """The string between `OPEN` and `CLOSE`."""
@@ -389,7 +392,9 @@ def _to_json(
     sort_keys: bool = False,  # noqa: FBT001, FBT002
 ) -> str:
     """As in Hugging Face: without Jinja's HTML escapes."""
-    text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
+    if ensure_ascii:
+        text = _NOT_ASCII.sub(lambda match: json.dumps(match.group())[1:-1], text)
     _spent().make(len(text))
     return text
 

@@ -6,9 +6,10 @@ protobuf.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 from model.spec.artifact import EXPLAIN, Manifest, Stamp
 from model.spec.chat import Chat, ConversationError, Message
@@ -24,9 +25,16 @@ from service.forecasting.costing import CostModel
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages, at least one, that the model's chat template turns into a prompt."""
+    """Messages, at least one, that the model's chat template turns into a prompt.
+
+    `tools` are those that the answer may call; `extra_bytes` is the size of them and of messages' calls.
+    `enable_thinking` is a variable of templates, left out where it is None.
+    """
 
     messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+    extra_bytes: int = 0
+    enable_thinking: bool | None = None
 
 
 Prompt = str | tuple[int, ...] | Conversation
@@ -153,7 +161,7 @@ class ServedModel:
             raise UnsupportedFeature("prompt.chat", f"needs a chat template, {self.name} has none: send text")
         require_room(field, text_size(prompt), self.prompt_tokenizer, most)
         try:
-            written = self.chat.render(prompt.messages)
+            written = self.chat.render(prompt.messages, prompt.tools, enable_thinking=prompt.enable_thinking)
         except ConversationError as error:
             roles = [message.role for message in prompt.messages]
             raise InvalidRequest(f"prompt.chat.messages{error.place}", roles, error.reason) from error
@@ -236,7 +244,7 @@ def text_size(given: Prompt | None) -> int:
         case str():
             return len(given.encode())
         case Conversation(messages):
-            return sum(len(message.content.encode()) for message in messages)
+            return given.extra_bytes + sum(len(message.content.encode()) for message in messages)
         case _:
             return 0
 

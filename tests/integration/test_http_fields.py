@@ -51,22 +51,19 @@ CHAT_REFUSED: dict[str, Any] = {
     "metadata": {"a": "b"},
     "modalities": ["audio"],
     "moderation": {},
-    "parallel_tool_calls": True,
     "prediction": {"type": "content", "content": "x"},
     "prompt_cache_options": {},
     "prompt_cache_retention": "24h",
     "reasoning_effort": "low",
-    "response_format": {"type": "json_object"},
     "service_tier": "flex",
     "store": True,
-    "tool_choice": "required",
-    "tools": [{"type": "function", "function": {"name": "f"}}],
     "verbosity": "low",
     "web_search_options": {},
 }
 REFUSED: dict[str, Any] = {"best_of": 2, "echo": True, "suffix": "x"}
-# Shown by tests of their own, below and in `test_http_openai`.
+# Shown by tests of their own: below, in `test_http_openai`, `test_http_structured` and `test_http_tools`.
 CHAT_SHAPES = {"messages", "model", "stream", "stream_options", "logprobs", "top_logprobs", "stop"}
+CHAT_SHAPES |= {"response_format", "tools", "tool_choice", "parallel_tool_calls"}
 SHAPES = {"prompt", "model", "stream", "stream_options", "logprobs", "stop"}
 
 

@@ -56,9 +56,6 @@ REFUSED: dict[str, Any] = {
     "reasoning": {"effort": "low"},
     "service_tier": "flex",
     "store": True,
-    "text": {"format": {"type": "json_object"}},
-    "tool_choice": "required",
-    "tools": [{"type": "function", "name": "f"}],
     "truncation": "auto",
     "n": 2,
     "use_beam_search": True,
@@ -93,7 +90,7 @@ async def test_every_field_has_its_effect_or_is_refused_by_name() -> None:
             refused = await respond(server, {name: value})
             assert (refused.status, refused.error["param"]) == (400, name), refused.body
         for changes, param in (
-            ({"input": [{"type": "function_call_output", "call_id": "a", "output": "b"}]}, "input[0].type"),
+            ({"input": [{"type": "web_search_call"}]}, "input[0].type"),
             ({"input": [{"role": "robot", "content": "a"}]}, "input[0].role"),
             ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
             ({"input": []}, "input"),

@@ -13,8 +13,10 @@ from google.protobuf import json_format
 from model.spec.tokenizer import Tokenizer
 from service.engine.types import FinishReason, SamplingParams, TokenLogprobs
 from service.generator import Accepted, Finished, Outcome, Part, Piece
+from service.repository.models import ServedModel
 from service.transport import codec
 from service.transport.http.requests import Asked
+from service.transport.http.tools import CallParser
 
 Values = dict[str, Any]
 
@@ -35,16 +37,16 @@ class Answer:
     Args:
         asked: the request.
         sampling: what it was sampled by, the model's defaults included.
-        tokenizer_of: a model's tokenizer of outputs, for the tokens' text.
+        resolve: finds its model, whose tokenizer spells tokens' text.
     """
 
     prefix = ""
     kind = chunk_kind = ""
 
-    def __init__(self, asked: Asked, sampling: SamplingParams, tokenizer_of: Callable[[str], Tokenizer]) -> None:
+    def __init__(self, asked: Asked, sampling: SamplingParams, resolve: Callable[[str], ServedModel]) -> None:
         self._asked = asked
         self._sampling = sampling
-        self._tokenizer_of = tokenizer_of
+        self._resolve = resolve
         self._created = int(time.time())
         self._begun: set[int] = set()
         self._num_prompt_tokens = self._num_generated_tokens = 0
@@ -54,7 +56,9 @@ class Answer:
         """Names the request and its model."""
         self.request_id, self.model = part.request_id, part.model
         self._num_prompt_tokens = part.num_prompt_tokens
-        self._tokenizer = self._tokenizer_of(part.model)
+        model = self._resolve(part.model)
+        self._tokenizer = model.output_tokenizer
+        self._has_tagged_calls = model.chat is not None and model.chat.has_tagged_calls
 
     def chunks(self, part: Part) -> Iterator[Values]:
         """The chunks of a stream for one part."""
@@ -69,7 +73,7 @@ class Answer:
                     yield self._chunk(self._choice(index, part.text, logprobs, part.token_ids))
             case Finished(index):
                 yield from self._first(index)
-                yield self._chunk({**self._choice(index, "", None, ()), **_end(part)})
+                yield self._chunk(self._ended(self._choice(index, "", None, ()), part))
             case Outcome():
                 if part.cost is not None and not self._asked.includes_usage:
                     yield self._named(self.chunk_kind, [], cost=_cost(part))
@@ -100,7 +104,7 @@ class Answer:
             logprobs = tuple(each for piece in own for each in piece.logprobs)
             joined = Piece(index, text, token_ids, logprobs)
             described = self._logprobs(index, joined) if self._asked.num_top is not None else None
-            choices.append({**self._whole_choice(index, text, described, token_ids), **_end(end)})
+            choices.append(self._ended(self._whole_choice(index, text, described, token_ids), end))
         return self._named(self.kind, choices, **totals)
 
     def _named(self, kind: str, choices: list[Values], **others: Any) -> Values:
@@ -122,6 +126,10 @@ class Answer:
     def _token_ids(self, token_ids: Sequence[int]) -> Values:
         return {"token_ids": list(token_ids)} if self._asked.returns_token_ids else {}
 
+    def _ended(self, choice: Values, end: Finished) -> Values:
+        """A choice with why it ended."""
+        return {**choice, **_end(end)}
+
     def _choice(self, index: int, text: str, logprobs: Values | None, token_ids: Sequence[int]) -> Values:
         raise NotImplementedError
 
@@ -138,6 +146,10 @@ class ChatAnswer(Answer):
     prefix = "chatcmpl-"
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
+    def __init__(self, asked: Asked, sampling: SamplingParams, resolve: Callable[[str], ServedModel]) -> None:
+        super().__init__(asked, sampling, resolve)
+        self._parsers: dict[int, CallParser] = {}
+
     def _first(self, index: int) -> Iterator[Values]:
         if index not in self._begun:
             self._begun.add(index)
@@ -145,14 +157,38 @@ class ChatAnswer(Answer):
             yield self._chunk({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
 
     def _choice(self, index: int, text: str, logprobs: Values | None, token_ids: Sequence[int]) -> Values:
-        delta = {"content": text} if text or logprobs else {}
+        delta: Values = {"content": text} if text or logprobs else {}
+        if self._asked.tools is not None:
+            delta = self._delta(index, text)
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None} | self._token_ids(
             token_ids
         )
 
     def _whole_choice(self, index: int, text: str, logprobs: Values | None, token_ids: Sequence[int]) -> Values:
-        message = {"role": "assistant", "content": text, "refusal": None}
+        message: Values = {"role": "assistant", "content": text, "refusal": None}
+        if self._asked.tools is not None:
+            delta = self._delta(index, text, is_last=True)
+            calls = [{name: call[name] for name in ("id", "type", "function")} for call in delta.get("tool_calls", ())]
+            message["content"] = delta.get("content") if calls else delta.get("content", "")
+            message |= {"tool_calls": calls} if calls else {}
         return {"index": index, "message": message, "logprobs": logprobs} | self._token_ids(token_ids)
+
+    def _delta(self, index: int, text: str, *, is_last: bool = False) -> Values:
+        """What is new in the text and the calls of an output."""
+        if (parser := self._parsers.get(index)) is None:
+            call_id = f"call_{self.request_id}_{index}"
+            parser = self._parsers[index] = CallParser(is_tagged=self._has_tagged_calls, call_id=call_id)
+        content, calls = parser.take(text, is_last=is_last)
+        return ({"content": content} if content else {}) | ({"tool_calls": calls} if calls else {})
+
+    def _ended(self, choice: Values, end: Finished) -> Values:
+        ended = super()._ended(choice, end)
+        if self._asked.tools is not None:
+            if "delta" in ended:
+                ended["delta"] = self._delta(end.output_index, "", is_last=True)
+            if self._parsers[end.output_index].is_whole and ended["finish_reason"] == "stop":
+                ended["finish_reason"] = "tool_calls"
+        return ended
 
     def _logprobs(self, index: int, piece: Piece) -> Values:  # noqa: ARG002 (completions')
         return {"content": content_logprobs(self._tokenizer, piece.token_ids, piece.logprobs), "refusal": None}

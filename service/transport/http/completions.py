@@ -6,18 +6,19 @@ A stream's status line waits for the first token or the first error, so that a r
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
+from dataclasses import replace
 from string import printable
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-from model.spec.tokenizer import Tokenizer
 from service.access import current_caller
 from service.config import RequestLimits
-from service.errors import AnswerTooLarge
+from service.errors import AnswerTooLarge, UnsupportedFeature
 from service.generator import Accepted, GenerateCall, Generator, Part, Piece
 from service.process.text_pool import LONG_BYTES, TextPool
 from service.repository.entry import Models
+from service.repository.models import Conversation
 from service.transport import codec
 from service.transport.http.answers import Answer, ChatAnswer, CompletionAnswer
 from service.transport.http.bodies import parse
@@ -26,6 +27,7 @@ from service.transport.http.exchange import encode
 from service.transport.http.fields import renaming
 from service.transport.http.requests import Asked, decode_chat, decode_completion
 from service.transport.http.responses import ResponseAnswer, decode_response
+from service.transport.http.tools import extra_bytes
 
 DONE = b"data: [DONE]\n\n"
 # Bytes of JSON for a token, and for each token with its log-probability: what an answer takes to be encoded.
@@ -82,9 +84,11 @@ class Completions:
         values = await self.parsed(request)
         if values.get("max_completion_tokens") is not None:
             names = {**names, "stopping.max_tokens": "max_completion_tokens"}
-        with renaming(prompt, names):
-            asked, call = await self._decoded(values, decode, len(request.body))
-            answer = kind(asked, call.sampling, self.output_tokenizer)
+        with self._generator.counting_refusal(_model(values)):
+            asked, call = await self._off_loop(len(request.body), self._decoded, values, decode, prompt, names)
+        locating = nullcontext() if asked.tools is None else asked.tools.locating()
+        with renaming(prompt, {**names, **asked.names}), locating:
+            answer = kind(asked, call.sampling, self._models.resolve)
             parts = self._generator.run(call, request.time_remaining(), is_streamed=asked.is_streamed)
             async with aclosing(parts):
                 if asked.is_streamed:
@@ -119,28 +123,40 @@ class Completions:
             raise AnswerTooLarge(len(data), self._max_answer_bytes)
         return data
 
-    def output_tokenizer(self, name: str) -> Tokenizer:
-        """The tokenizer of a model's outputs."""
-        return self._models.resolve(name).output_tokenizer
-
-    async def _decoded(
-        self, values: Mapping[str, Any], decode: Callable[[Mapping[str, Any]], Asked], num_bytes: int
+    def _decoded(
+        self,
+        values: Mapping[str, Any],
+        decode: Callable[[Mapping[str, Any]], Asked],
+        prompt: str,
+        names: Mapping[str, str],
     ) -> tuple[Asked, GenerateCall]:
-        model = values.get("model")
-        name = model if isinstance(model, str) else ""
-
-        def work() -> tuple[Asked, GenerateCall]:
+        with renaming(prompt, names):
             asked = decode(values)
-            return asked, codec.decode_generate(asked.request, self._limits, self._models.defaults(name))
-
-        with self._generator.counting_refusal(name):
-            return await self._off_loop(num_bytes, work)
+        with renaming(prompt, {**names, **asked.names}):
+            if asked.tools is not None:
+                asked.tools.constrain(asked.request, self._models.resolve(_model(values)).chat)
+            call = codec.decode_generate(asked.request, self._limits, self._models.defaults(_model(values)))
+            if asked.enable_thinking is not None:
+                chat = self._models.resolve(_model(values)).chat
+                if chat is not None and not chat.has_thinking_switch:
+                    field = "chat_template_kwargs.enable_thinking"
+                    raise UnsupportedFeature(field, "is not supported: the model's template has no such variable")
+            if asked.messages:
+                tools = () if asked.tools is None else asked.tools.for_template
+                size = extra_bytes(asked.tools, asked.messages)
+                call = replace(call, prompt=Conversation(asked.messages, tools, size, asked.enable_thinking))
+            return asked, call
 
     async def _off_loop(self, num_bytes: int, work: Callable[..., _Result], *arguments: object) -> _Result:
         """Runs short work here, long work on a thread."""
         if num_bytes <= LONG_BYTES:
             return work(*arguments)
         return await self._texts.run(current_caller().tenant, num_bytes, work, *arguments)
+
+
+def _model(values: Mapping[str, Any]) -> str:
+    model = values.get("model")
+    return model if isinstance(model, str) else ""
 
 
 def accept(request: Request, answer: Answer, part: Accepted) -> None:

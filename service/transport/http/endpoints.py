@@ -18,8 +18,8 @@ from service.transport import codec
 from service.transport.http.calls import Request, Route
 from service.transport.http.completions import Completions
 from service.transport.http.exchange import encode
-from service.transport.http.fields import refuse_others, renaming, set_field, take
-from service.transport.http.requests import add_messages, set_text
+from service.transport.http.fields import refuse_others, renaming, set_field, set_text, take
+from service.transport.http.requests import add_messages
 from service.transport.wire_limits import MAX_FIELDS
 
 Values = dict[str, Any]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import reduce
 from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor as _Type
@@ -70,7 +71,7 @@ _NAMES = {path: name for name, path in PATHS.items()} | {
     "response.logprobs": "logprobs",
     "beam_search": BEAMS,
 }
-_PATH = re.compile(r"\b(?:(?:sampling|stopping|beam_search|response)\.\w+|beam_search)\b")
+_PATH = re.compile(r"\b(?:(?:sampling|stopping|beam_search|response)\.\w+|beam_search|structured_output)\b")
 
 
 def set_fields(request: pb.GenerateRequest, values: Mapping[str, Any], paths: Mapping[str, str]) -> None:
@@ -102,7 +103,7 @@ def set_field(request: pb.GenerateRequest, path: str, name: str, value: Any) -> 
         InvalidRequest: for a value that the field cannot have.
     """
     part, _, leaf = path.rpartition(".")
-    message: Message = getattr(request, part) if part else request
+    message: Message = reduce(getattr, part.split("."), request) if part else request
     field = message.DESCRIPTOR.fields_by_name[leaf]
     try:
         if field.message_type is not None:
@@ -144,6 +145,16 @@ def _scalar(name: str, value: Any, kind: type, noun: str) -> Any:
     if type(value) is not kind:
         raise InvalidRequest(name, value, f"must be {noun}")
     return value
+
+
+def set_text(message: Any, field: str, value: Any, place: str) -> None:
+    """Sets a text of a message."""
+    if not isinstance(value, str):
+        raise InvalidRequest(place, value, "must be a string")
+    try:
+        setattr(message, field, value)
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(place, "a lone surrogate", "must be Unicode text") from error
 
 
 def take(values: Mapping[str, Any], name: str, kind: type, noun: str) -> Any:
@@ -203,11 +214,12 @@ def renaming(prompt: str, names: Mapping[str, str] | None = None) -> Iterator[No
     by_path = {**_NAMES, **(names or {})}
 
     def name_of(path: str) -> str:
-        base, bracket, rest = path.partition("[")
+        # Behind it are an index, or a place in a schema.
+        base = re.split(r"[\[#]", path, maxsplit=1)[0]
         if base in by_path:
-            return f"{by_path[base]}{bracket}{rest}"
+            return f"{by_path[base]}{path[len(base) :]}"
         if base.startswith("prompt."):
-            return f"{prompt}{bracket}{rest}"
+            return f"{prompt}{path[len(base) :]}"
         return path
 
     try:

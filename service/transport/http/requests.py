@@ -3,35 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from model.spec.chat import Message
 from onward.v1 import generation_pb2 as pb
 from service.errors import InvalidRequest, UnsupportedFeature
-from service.transport.http.fields import BEAMS, PATHS, refuse_others, set_field, set_fields, take
+from service.transport.http.fields import BEAMS, PATHS, refuse_others, set_field, set_fields, set_text, take
+from service.transport.http.forms import VLLM, set_form
+from service.transport.http.tools import FIELDS as TOOL_FIELDS
+from service.transport.http.tools import Tools, decode_calls, decode_tools
 
 CHAT_PATHS = {**PATHS, "max_completion_tokens": "stopping.max_tokens"}
-_OWN = ("stream", "stream_options", "return_token_ids", "logprobs", BEAMS)
+_OWN = ("stream", "stream_options", "return_token_ids", "logprobs", BEAMS, "response_format", *VLLM)
 # Labels of a request for its sender: checked, and of no effect on the answer.
 LABELS = ("user", "safety_identifier", "prompt_cache_key")
 
-# What is to come with structured output: these fields are refused unless they ask for nothing.
-STRUCTURED: Mapping[str, tuple[Any, ...]] = {
-    "response_format": ({"type": "text"},),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),  # between no tools
-}
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    **STRUCTURED,
     "modalities": (["text"],),
     "service_tier": ("auto", "default"),
     "store": (False,),
 }
 _UNSUPPORTED = (
-    "audio", "function_call", "functions", "metadata", "moderation", "parallel_tool_calls", "prediction",
+    "audio", "function_call", "functions", "metadata", "moderation", "prediction",
     "prompt_cache_options", "prompt_cache_retention", "reasoning_effort", "verbosity", "web_search_options",
 )  # fmt: skip
-_NOT_OF_COMPLETIONS = ("suffix", "response_format", "prompt_logprobs")
+_NOT_OF_COMPLETIONS = ("suffix", "prompt_logprobs", *TOOL_FIELDS)
+_FIELDS_OF_CALLS: Mapping[str, tuple[str, ...]] = {"assistant": ("tool_calls",), "tool": ("tool_call_id",)}
 _NOT_OF_MESSAGES = (
     "name", "audio", "function_call", "refusal", "tool_calls", "tool_call_id", "reasoning", "reasoning_content",
     "annotations",
@@ -42,7 +40,9 @@ _NOT_OF_MESSAGES = (
 class Asked:
     """A request as gRPC takes it, and what its answer looks like.
 
-    `num_top` is the number of alternatives per token; `echoed` are fields that a response repeats.
+    `num_top` is the number of alternatives per token; `echoed` are fields that a response repeats; `names` are those
+    of the structured output's fields, for errors. `messages` are those of a conversation that has more than gRPC's,
+    empty where it has not.
     """
 
     request: pb.GenerateRequest
@@ -52,6 +52,10 @@ class Asked:
     returns_token_ids: bool = False
     num_top: int | None = None
     echoed: Mapping[str, Any] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
+    tools: Tools | None = None
+    messages: tuple[Message, ...] = ()
+    enable_thinking: bool | None = None
 
 
 def decode_chat(values: Mapping[str, Any]) -> Asked:
@@ -60,12 +64,12 @@ def decode_chat(values: Mapping[str, Any]) -> Asked:
     Raises:
         InvalidRequest, UnsupportedFeature: naming the first field that is wrong.
     """
-    known = {*CHAT_PATHS, *_OWN, *LABELS, "messages", "top_logprobs"}
+    known = {*CHAT_PATHS, *_OWN, *LABELS, *TOOL_FIELDS, "messages", "top_logprobs", "chat_template_kwargs"}
     refuse_others(values, known, _NEUTRAL, _UNSUPPORTED)
     if values.get("max_tokens") is not None and values.get("max_completion_tokens") is not None:
         raise InvalidRequest("max_tokens", values["max_tokens"], "must not be set with max_completion_tokens")
     request = pb.GenerateRequest()
-    add_messages(request, values.get("messages"), "messages")
+    messages = add_messages(request, values.get("messages"), "messages", has_calls=True)
     wants_logprobs = take(values, "logprobs", bool, "true or false") or False
     num_top: int | None = take(values, "top_logprobs", int, "an integer")
     if num_top is not None and not wants_logprobs:
@@ -73,7 +77,22 @@ def decode_chat(values: Mapping[str, Any]) -> Asked:
     if wants_logprobs:
         num_top = num_top or 0
         set_field(request, "response.logprobs", "top_logprobs", num_top)
-    return _finish(request, values, CHAT_PATHS, num_top)
+    asked = replace(
+        _finish(request, values, CHAT_PATHS, num_top),
+        tools=decode_tools(values, is_nested=True),
+        enable_thinking=_thinking(values),
+    )
+    return with_tools(asked, messages)
+
+
+def _thinking(values: Mapping[str, Any]) -> bool | None:
+    """VLLM's way to set variables of a template: this one alone."""
+    given = take(values, "chat_template_kwargs", dict, "an object") or {}
+    refuse_others(given, ("enable_thinking",), {}, (), "chat_template_kwargs")
+    value: bool | None = given.get("enable_thinking")
+    if value is not None and type(value) is not bool:
+        raise InvalidRequest("chat_template_kwargs.enable_thinking", value, "must be true or false")
+    return value
 
 
 def decode_completion(values: Mapping[str, Any]) -> Asked:
@@ -90,6 +109,17 @@ def decode_completion(values: Mapping[str, Any]) -> Asked:
     if num_top is not None:
         set_field(request, "response.logprobs", "logprobs", num_top)
     return _finish(request, values, PATHS, num_top)
+
+
+def with_tools(asked: Asked, messages: tuple[Message, ...]) -> Asked:
+    """The request with its tools, and its messages if these or their calls are more than gRPC's message has."""
+    if asked.tools is not None:
+        if asked.names:
+            raise UnsupportedFeature(asked.names["structured_output"], "is not supported with tools that may be called")
+        asked = replace(asked, names={"structured_output": "tools", "structured_output.grammar": "tools"})
+    has_calls = any(message.tool_calls or message.tool_call_id for message in messages)
+    has_more = has_calls or asked.tools is not None or asked.enable_thinking is not None
+    return replace(asked, messages=messages) if has_more else asked
 
 
 def _count(values: Mapping[str, Any]) -> Any:
@@ -119,21 +149,33 @@ def _finish(
         continues_usage=continues,
         returns_token_ids=take(values, "return_token_ids", bool, "true or false") or False,
         num_top=num_top,
+        names=set_form(request, values, "response_format", values.get("response_format")),
     )
 
 
-def add_messages(request: pb.GenerateRequest, value: Any, name: str) -> None:
-    """Adds a conversation; each content is text, or parts of it that are joined by line breaks, as vLLM does."""
+def add_messages(request: pb.GenerateRequest, value: Any, name: str, *, has_calls: bool = False) -> tuple[Message, ...]:
+    """Adds a conversation; each content is text, or parts of it that are joined by line breaks, as vLLM does.
+
+    Returns:
+        The messages with their calls of tools, if they may have any.
+    """
+    messages = []
     if not isinstance(value, list) or not value:
         raise InvalidRequest(name, value, "must be a list of at least 1 message")
     for index, each in enumerate(value):
         place = f"{name}[{index}]"
         if not isinstance(each, dict):
             raise InvalidRequest(place, each, "must be an object")
-        refuse_others(each, ("role", "content"), {}, _NOT_OF_MESSAGES, place)
+        own = _FIELDS_OF_CALLS.get(str(each.get("role")), ()) if has_calls else ()
+        refuse_others(each, ("role", "content", *own), {}, _NOT_OF_MESSAGES, place)
+        calls = decode_calls(each, place) if "tool_calls" in own else ()
         message = request.chat.messages.add()
         set_text(message, "role", each.get("role"), f"{place}.role")
-        set_text(message, "content", text_of(each.get("content"), f"{place}.content"), f"{place}.content")
+        content = text_of(each.get("content"), f"{place}.content")
+        set_text(message, "content", "" if content is None and calls else content, f"{place}.content")
+        call_id = (take(each, "tool_call_id", str, "a string") or "") if "tool_call_id" in own else ""
+        messages.append(Message(message.role, message.content, calls, call_id))
+    return tuple(messages)
 
 
 def text_of(content: Any, place: str, kinds: tuple[str, ...] = ("text",)) -> Any:
@@ -152,16 +194,6 @@ def text_of(content: Any, place: str, kinds: tuple[str, ...] = ("text",)) -> Any
             raise InvalidRequest(f"{where}.text", part.get("text"), "must be a string")
         texts.append(part["text"])
     return "\n".join(texts)
-
-
-def set_text(message: Any, field: str, value: Any, place: str) -> None:
-    """Sets a text of a message."""
-    if not isinstance(value, str):
-        raise InvalidRequest(place, value, "must be a string")
-    try:
-        setattr(message, field, value)
-    except UnicodeEncodeError as error:
-        raise InvalidRequest(place, "a lone surrogate", "must be Unicode text") from error
 
 
 def _add_prompt(request: pb.GenerateRequest, value: Any) -> None:

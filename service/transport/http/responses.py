@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from model.spec.chat import ROLES
+from model.spec.chat import ROLES, Message
 from onward.v1 import generation_pb2 as pb
 from service.engine.types import FinishReason
 from service.errors import InvalidRequest, UnsupportedFeature
 from service.generator import Finished, Outcome, Part, Piece
 from service.transport.http.answers import Answer, Values, content_logprobs, usage
-from service.transport.http.fields import PATHS, refuse_others, set_field, set_fields, take
-from service.transport.http.requests import LABELS, STRUCTURED, Asked, set_text, text_of
+from service.transport.http.fields import PATHS, refuse_others, set_field, set_fields, set_text, take
+from service.transport.http.forms import VLLM, set_form
+from service.transport.http.requests import LABELS, Asked, text_of, with_tools
+from service.transport.http.tools import FIELDS as TOOL_FIELDS
+from service.transport.http.tools import CallParser, decode_tools, described_call
 
 LOGPROBS = "message.output_text.logprobs"
 """What `include` may name."""
@@ -28,13 +32,20 @@ RESPONSE_PATHS = {
     **{name: path for name, path in PATHS.items() if name not in _NOT_OF_RESPONSES},
     "max_output_tokens": "stopping.max_tokens",
 }
-_OWN = ("input", "instructions", "stream", "stream_options", "include", "top_logprobs", "metadata")
+_OWN = (
+    "input",
+    "instructions",
+    "stream",
+    "stream_options",
+    "include",
+    "top_logprobs",
+    "metadata",
+    "text",
+    *VLLM,
+    *TOOL_FIELDS,
+)
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "tools": STRUCTURED["tools"],
-    "tool_choice": STRUCTURED["tool_choice"],
-    "text": ({"format": {"type": "text"}},),
     "background": (False,),
-    "parallel_tool_calls": (True, False),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "truncation": ("disabled",),
@@ -58,7 +69,9 @@ def decode_response(values: Mapping[str, Any]) -> Asked:
     if values.get("instructions") is not None:
         message = request.chat.messages.add(role="system")
         set_text(message, "content", values["instructions"], "instructions")
-    _add_input(request, values.get("input"))
+    messages = _add_input(request, values.get("input"))
+    if values.get("instructions") is not None:
+        messages.insert(0, Message("system", values["instructions"]))
     num_top = _num_top(values)
     if num_top is not None:
         set_field(request, "response.logprobs", "top_logprobs", num_top)
@@ -68,7 +81,18 @@ def decode_response(values: Mapping[str, Any]) -> Asked:
     is_streamed = take(values, "stream", bool, "true or false") or False
     options = take(values, "stream_options", dict, "an object") or {}
     refuse_others(options, (), {"include_obfuscation": (False,)}, (), "stream_options")
-    return Asked(request=request, is_streamed=is_streamed, num_top=num_top, echoed=_echoed(values))
+    text = take(values, "text", dict, "an object") or {}
+    refuse_others(text, ("format",), {}, ("verbosity",), "text")
+    names = set_form(request, values, "text.format", text.get("format"))
+    asked = Asked(
+        request=request,
+        is_streamed=is_streamed,
+        num_top=num_top,
+        echoed=_echoed(values),
+        names=names,
+        tools=decode_tools(values, is_nested=False),
+    )
+    return with_tools(asked, tuple(messages))
 
 
 def _num_top(values: Mapping[str, Any]) -> int | None:
@@ -87,32 +111,60 @@ def _echoed(values: Mapping[str, Any]) -> Values:
     if len(metadata) > _MAX_METADATA or not all(isinstance(each, str) for each in metadata.values()):
         raise InvalidRequest("metadata", metadata, f"must have at most {_MAX_METADATA} entries, all strings")
     names = ("instructions", "max_output_tokens", *LABELS)
-    return {**{name: values.get(name) for name in names}, "metadata": metadata}
+    return {**{name: values.get(name) for name in names}, "metadata": metadata, **_forms(values)}
 
 
-def _add_input(request: pb.GenerateRequest, value: Any) -> None:
-    """A text, or messages."""
+def _forms(values: Mapping[str, Any]) -> Values:
+    """The form and the tools that were asked for."""
+    text = {"text": values["text"]} if (values.get("text") or {}).get("format") else {}
+    if not values.get("tools"):
+        return text
+    defaults = {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True}
+    return text | {name: default if values.get(name) is None else values[name] for name, default in defaults.items()}
+
+
+def _add_input(request: pb.GenerateRequest, value: Any) -> list[Message]:
+    """A text, or messages, calls of tools and their results; returns them all as messages."""
     if isinstance(value, str):
         set_text(request.chat.messages.add(role="user"), "content", value, "input")
-        return
+        return [Message("user", value)]
     if not isinstance(value, list) or not value:
         raise InvalidRequest("input", value, "must be a text, or a list of at least 1 message")
+    messages: list[Message] = []
     for index, each in enumerate(value):
         place = f"input[{index}]"
         if not isinstance(each, dict):
             raise InvalidRequest(place, each, "must be an object")
-        if each.get("type", "message") != "message":
-            raise UnsupportedFeature(f"{place}.type", "must be message, no other is supported")
+        kind = each.get("type", "message")
+        if kind == "function_call":
+            refuse_others(each, ("type", "id", "call_id", "name", "arguments", "status"), {}, (), place)
+            call = described_call(each.get("call_id"), each, place, place)
+            before = messages.pop() if messages and messages[-1].role == "assistant" else Message("assistant", "")
+            messages.append(replace(before, tool_calls=(*before.tool_calls, call)))
+            # gRPC's message has no calls: `with_tools` replaces the conversation.
+            request.chat.messages.add(role="assistant")
+            continue
+        if kind == "function_call_output":
+            refuse_others(each, ("type", "id", "call_id", "output", "status"), {}, (), place)
+            message = request.chat.messages.add(role="tool")
+            set_text(message, "content", text_of(each.get("output"), f"{place}.output", _TEXTS), f"{place}.output")
+            call_id = take(each, "call_id", str, "a string") or ""
+            messages.append(Message("tool", message.content, (), call_id))
+            continue
+        if kind != "message":
+            raise UnsupportedFeature(f"{place}.type", "must be message, function_call or function_call_output")
         # Answers come back as they were given.
         refuse_others(each, ("type", "role", "content", "id", "status"), {}, ("phase",), place)
         if each.get("role") not in ROLES:
             raise InvalidRequest(f"{place}.role", each.get("role"), f"must be one of {', '.join(ROLES)}")
         message = request.chat.messages.add(role=each["role"])
         set_text(message, "content", text_of(each.get("content"), f"{place}.content", _TEXTS), f"{place}.content")
+        messages.append(Message(message.role, message.content))
+    return messages
 
 
 class ResponseAnswer(Answer):
-    """A response with one message; as a stream, its events."""
+    """A response with a message, calls of tools, or a message and then calls; as a stream, its events."""
 
     prefix = "resp_"
 
@@ -135,17 +187,22 @@ class ResponseAnswer(Answer):
         self._logprobs_so_far: list[Values] = []
         self._status = "in_progress"
         self._usage: Values | None = None
+        self._parser: CallParser | None = None
+        self._calls: list[Values] = []
+        # Whether the events of a message have begun; those of calls follow it.
+        self._has_message = False
 
     def _take(self, part: Part) -> list[Values]:
         """Adds a part to the response; returns its new log-probabilities."""
         new: list[Values] = []
         match part:
             case Piece():
-                self._texts.append(part.text)
+                self._texts.append(self._text_of(part.text))
                 if part.logprobs:
                     new = content_logprobs(self._tokenizer, part.token_ids, part.logprobs)
                     self._logprobs_so_far += new
             case Finished():
+                self._texts.append(self._text_of("", is_last=True))
                 is_whole = part.finish_reason in (FinishReason.END_OF_SEQUENCE, FinishReason.STOP)
                 self._status = "completed" if is_whole else "incomplete"
             case Outcome():
@@ -159,27 +216,90 @@ class ResponseAnswer(Answer):
                 }
         return new
 
+    def _text_of(self, text: str, *, is_last: bool = False) -> str:
+        """What is text of an output's next part; its calls are added to those so far."""
+        if self._asked.tools is None:
+            return text
+        if self._parser is None:
+            self._parser = CallParser(is_tagged=self._has_tagged_calls, call_id=f"call_{self.request_id}")
+        content, deltas = self._parser.take(text, is_last=is_last)
+        for delta in deltas:
+            function = delta["function"]
+            if delta["index"] == len(self._calls):
+                item_id = f"fc_{self.request_id}_{delta['index']}"
+                self._calls.append({"id": item_id, "type": "function_call", "call_id": delta["id"], **function})
+            else:
+                self._calls[-1]["arguments"] += function["arguments"]
+        return content
+
     def _events(self, part: Part) -> Iterator[Values]:
-        at = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
         if isinstance(part, Piece | Finished) and not self._begun:
             self._begun.add(0)
             yield {"type": "response.created", "response": self._response("in_progress")}
             yield {"type": "response.in_progress", "response": self._response("in_progress")}
+        num_texts, lengths = len(self._texts), [len(call["arguments"]) for call in self._calls]
+        new = self._take(part)
+        text = "".join(self._texts[num_texts:])
+        at = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
+        has_text = self._asked.tools is None or text or (isinstance(part, Finished) and not self._calls)
+        if isinstance(part, Piece | Finished) and has_text and not self._has_message:
+            self._has_message = True
             item = {**self._item("in_progress"), "content": []}
             yield {"type": "response.output_item.added", "output_index": 0, "item": item}
-            yield {"type": "response.content_part.added", **at, "part": self._part()}
-        new = self._take(part)
+            empty = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            yield {"type": "response.content_part.added", **at, "part": empty}
+        if text or (new and self._has_message):
+            yield {"type": "response.output_text.delta", **at, "delta": text, "logprobs": new}
+        for index in range(max(len(lengths) - 1, 0), len(self._calls)):
+            yield from self._call_events(index, lengths[index] if index < len(lengths) else None)
         match part:
-            case Piece() if part.text or new:
-                yield {"type": "response.output_text.delta", **at, "delta": part.text, "logprobs": new}
             case Finished():
-                done = {"text": "".join(self._texts), "logprobs": self._logprobs_so_far}
-                yield {"type": "response.output_text.done", **at, **done}
-                yield {"type": "response.content_part.done", **at, "part": self._part()}
-                item = self._item(self._status)
-                yield {"type": "response.output_item.done", "output_index": 0, "item": item}
+                if self._calls:
+                    yield from self._call_done(len(self._calls) - 1)
+                else:
+                    yield from self._message_done(self._status)
             case Outcome():
                 yield {"type": f"response.{self._status}", "response": self._response(self._status)}
+
+    def _call_events(self, index: int, length: int | None) -> Iterator[Values]:
+        """What is new of a call, of whose arguments `length` characters were sent; None of a new one."""
+        if length is None:
+            if index:
+                yield from self._call_done(index - 1)
+            elif self._has_message:
+                yield from self._message_done("completed")
+            item = {**self._calls[index], "arguments": "", "status": "in_progress"}
+            yield {"type": "response.output_item.added", "output_index": self._has_message + index, "item": item}
+        if delta := self._calls[index]["arguments"][length or 0 :]:
+            at = {"item_id": self._calls[index]["id"], "output_index": self._has_message + index}
+            yield {"type": "response.function_call_arguments.delta", **at, "delta": delta}
+
+    def _call_done(self, index: int) -> Iterator[Values]:
+        call, at = self._call_items()[index], self._has_message + index
+        done = {"item_id": call["id"], "output_index": at, "name": call["name"], "arguments": call["arguments"]}
+        yield {"type": "response.function_call_arguments.done", **done}
+        yield {"type": "response.output_item.done", "output_index": at, "item": call}
+
+    def _message_done(self, status: str) -> Iterator[Values]:
+        at = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
+        part = self._part()
+        yield {"type": "response.output_text.done", **at, "text": part["text"], "logprobs": part["logprobs"]}
+        yield {"type": "response.content_part.done", **at, "part": part}
+        yield {"type": "response.output_item.done", "output_index": 0, "item": self._item(status)}
+
+    def _call_items(self) -> list[Values]:
+        """The calls; the last is incomplete where it was cut."""
+        is_cut = self._parser is not None and not self._parser.is_whole
+        last = len(self._calls) - 1
+        return [
+            {**call, "status": "incomplete" if is_cut and index == last else "completed"}
+            for index, call in enumerate(self._calls)
+        ]
+
+    def _items(self, status: str) -> list[Values]:
+        calls = self._call_items()
+        has_message = not calls or any(self._texts)
+        return [*([self._item("completed" if calls else status)] if has_message else []), *calls]
 
     @property
     def _item_id(self) -> str:
@@ -202,7 +322,7 @@ class ResponseAnswer(Answer):
             "completed_at": int(time.time()) if status == "completed" else None,
             "status": status,
             "model": self.model,
-            "output": [] if status == "in_progress" else [self._item(status)],
+            "output": [] if status == "in_progress" else self._items(status),
             "usage": self._usage,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
