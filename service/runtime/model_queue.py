@@ -202,6 +202,7 @@ class ModelQueue:
         self._taken[tenant] += 1
         self._weights[tenant] = weight
         self._idle.clear()
+        self.metrics.requests_admitted(self._taken.total())
 
     def give_back(self, service_seconds: float | None, tenant: str = "") -> None:
         """Gives a place back; `service_seconds` is how long its request held a slot, None if it never did."""
@@ -210,6 +211,7 @@ class ModelQueue:
             del self._taken[tenant], self._weights[tenant]
         if not self._taken:
             self._idle.set()
+        self.metrics.requests_admitted(self._taken.total())
         if service_seconds is not None:
             self._service_seconds.append(service_seconds)
 

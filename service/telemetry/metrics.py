@@ -102,6 +102,7 @@ class Metrics:
         ProcessCollector(registry=registry)
         self.running = gauge("num_requests_running", "Requests that run.")
         self.waiting = gauge("num_requests_waiting", "Requests that wait to be scheduled.")
+        self.admitted = gauge("num_requests_admitted", "Requests that were admitted and have not ended.")
         self.kv_usage = gauge("kv_cache_usage_ratio", "Share of the key-value cache in use, 0 to 1.")
         self.kv_memory = gauge("kv_memory_bytes", "Budget of the model's keys and values.")
         self.serving = gauge("model_serving", "Whether the model answers requests, 1 or 0.")
@@ -192,6 +193,7 @@ class ModelMetrics:
         self._is_open = True
         self._requests = {outcome: metrics.requests.labels(model, outcome) for outcome in OUTCOMES}
         self.serves(is_serving=False)
+        self.requests_admitted(0)
         self._series = metrics.resolved(model)
 
     def close(self) -> None:
@@ -208,6 +210,10 @@ class ModelMetrics:
     def serves(self, *, is_serving: bool) -> None:
         """The model began or stopped answering."""
         self._set(self._metrics.serving, is_serving)
+
+    def requests_admitted(self, count: int) -> None:
+        """So many were admitted and have not ended, whether the engine takes steps or not."""
+        self._set(self._metrics.admitted, count)
 
     def kv_memory(self, num_bytes: int) -> None:
         """The budget of its keys and values changed."""

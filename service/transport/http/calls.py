@@ -150,7 +150,7 @@ class Calls:
         with self._open_calls.opened():
             try:
                 last = await self._handled_by(exchange, name, route, started)
-            except asyncio.CancelledError:
+            except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
                 status = CLIENT_GONE
                 raise
             except BaseException as error:  # a panic of an extension module is no Exception

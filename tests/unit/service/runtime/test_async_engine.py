@@ -64,6 +64,22 @@ async def test_place_that_was_never_used_is_given_back() -> None:
         assert await run(engine, request("a"))
 
 
+async def test_requests_that_have_not_ended_are_counted_while_the_first_step_hangs(gate: Gate) -> None:
+    registry = CollectorRegistry()
+
+    def gauge(name: str) -> float | None:
+        return registry.get_sample_value(f"onward_num_requests_{name}", {"model_name": MODEL})
+
+    async with started(FakeRunner(before_run=gate), registry) as engine:
+        running = [asyncio.create_task(run(engine, request(name))) for name in "abc"]
+        await gate.until_entered()
+        assert (gauge("admitted"), gauge("running"), gauge("waiting")) == (3, 0, 0)
+        gate.open.set()
+        await asyncio.gather(*running)
+        await engine.wait_idle()
+        assert gauge("admitted") == 0
+
+
 async def test_queue_of_one_model_is_no_other_models(gate: Gate) -> None:
     async with started(one=fake_engine(), two=fake_engine()) as engine:
         for number in range(SLOTS + QUEUE):
