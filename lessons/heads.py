@@ -53,8 +53,8 @@ def fill(page: Page) -> None:
     _trained(page)
     page.look(
         "One head divides its weight between both places, and hands over one mixture of both symbols. Of two heads "
-        "one follows the diagonal and the other the mirrored one. Training found these roles by itself, with this seed; "
-        "with another, both may share both places."
+        "one follows the diagonal and the other the mirrored one. Training found these roles by itself, with this "
+        "seed; with another, both may share both places."
     )
 
 

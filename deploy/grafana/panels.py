@@ -205,10 +205,10 @@ ROWS: Mapping[str, Sequence[Panel]] = {
             "reqps",
             "By gRPC's status code, or HTTP's. A client that hangs up is CANCELLED, or 499.",
             {
-                "{{grpc_code}}": "sum by (grpc_code) (rate(onward_grpc_server_handled_total"
-                '{instance=~"$instance", grpc_code!="OK"}[$__rate_interval]))',
-                "HTTP {{http_status}}": "sum by (http_status) (rate(onward_http_server_handled_total"
-                '{instance=~"$instance", http_status!="200"}[$__rate_interval]))',
+                # One query, as a server without HTTP has none of its series.
+                "{{grpc_code}}{{http_status}}": "sum by (grpc_code) (rate(onward_grpc_server_handled_total"
+                '{instance=~"$instance", grpc_code!="OK"}[$__rate_interval])) or sum by (http_status) '
+                '(rate(onward_http_server_handled_total{instance=~"$instance", http_status!="200"}[$__rate_interval]))',
             },
             is_stacked=True,
         ),

@@ -7,6 +7,7 @@ import os
 import signal
 import ssl
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 
 from onward.v1 import model_pb2
 from service.app import App, Ready, run
+from service.engine.batch import ScheduledBatch
 from service.errors import StartupError
 from service.repository.models import ModelState
 from service.transport import tls
@@ -198,9 +200,14 @@ async def test_health_is_unavailable_at_a_stop_where_no_model_is_served() -> Non
 
 @pytest.mark.parametrize("stage", ["in the head", "in the body", "in the queue", "while it runs", "in a stream"])
 async def test_a_client_that_leaves_frees_what_it_held(stage: str) -> None:
-    gate = Gate()
-    runner = FakeRunner(SLOTS, before_run=gate)
-    async with serving(runner=runner) as server:
+    gate, is_single = Gate(), threading.Event()
+
+    def before_run(batch: ScheduledBatch) -> None:
+        gate(batch)
+        if is_single.is_set():
+            gate.open.clear()
+
+    async with serving(runner=FakeRunner(SLOTS, before_run=before_run)) as server:
         reader, writer = await connect(server)
         data = request_bytes(COMPLETIONS, {**LONG, "stream": stage == "in a stream"})
         if stage in ("in the head", "in the body"):
@@ -224,11 +231,14 @@ async def test_a_client_that_leaves_frees_what_it_held(stage: str) -> None:
             writer.write(data)
             await gate.until_entered()
             if stage == "in a stream":
+                # One step: the stream must not be over before its client leaves.
+                is_single.set()
                 gate.open.set()
                 await reader.readuntil(b"data: ")
+                is_single.clear()
             writer.transport.abort()
-            gate.open.set()
             await eventually(lambda: gone(server) == 1)
+            gate.open.set()
         ended = await server.until_idle()
         assert ended.get("cancelled", 0) == (0 if stage in ("in the head", "in the body") else 1)
         assert server.metric("num_requests_running", model_name=MODEL) == 0
