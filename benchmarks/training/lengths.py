@@ -216,7 +216,7 @@ def update_seconds(network: Network, length: int, batch_tokens: int) -> float:
 
 
 def token_seconds(network: Network, length: int) -> float:
-    """Median time of one more target token, after `length` of a source as long: state, keys and values are at hand."""
+    """Median time of one more target token, after `length` of a source as long: state, keys and values are cached."""
     training = Training(Job.COPY, network, 0, 1, length + 1, 1)
     batch = pad(make_pairs(Job.COPY, length, 1, np.random.default_rng(0)))
     sources, lengths, written = _tensors(batch)

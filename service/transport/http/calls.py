@@ -170,7 +170,7 @@ class Calls:
             await exchange.answer(_OK, last)
 
     async def _handled_by(self, exchange: Exchange, name: str, route: Route | None, started: float) -> bytes:
-        # An unknown path needs a key, too: without one nothing is told of what there is.
+        # An unknown path needs a key, too: without one, no answer says which paths exist.
         permission = route.permission if route is not None and route.permission is not None else "ListModels"
         with admitted(self._access, permission, exchange) as (_, caller):
             if route is None:

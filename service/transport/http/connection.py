@@ -30,7 +30,7 @@ _MAX_PARTS = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLimits:
-    """What connections may take: their number, bytes of a request's head, bytes and seconds of what nobody reads."""
+    """What connections may take: their number, bytes of a request's head, bytes and seconds of what is not read."""
 
     max_connections: int
     max_head_bytes: int

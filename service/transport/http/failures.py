@@ -35,7 +35,7 @@ from service.errors import (
 )
 
 CLIENT_GONE = 499
-"""The client left; nobody receives this status, metrics and logs have it."""
+"""The client left; this status is in metrics and logs alone."""
 
 STATUSES: Mapping[type[RequestError], int] = {
     InvalidRequest: 400,

@@ -75,7 +75,7 @@ class Tools:
         """Sets the grammar of the answer.
 
         Raises:
-            UnsupportedFeature: when the template knows no tools, or no calls that can be told from text.
+            UnsupportedFeature: when the template knows no tools, or no calls that can be distinguished from text.
         """
         if chat is None:
             return  # refused with the conversation
