@@ -86,7 +86,15 @@ def _parser() -> argparse.ArgumentParser:
         prog=prog, description="Walks through the lecture: ten lessons, or the one named.", allow_abbrev=False
     )
     names = [lesson.name for lesson in LESSONS]
-    parser.add_argument("name", nargs="?", choices=names, metavar="NAME", help=", ".join(names))
+    numbers = {str(number): name for number, name in enumerate(names, start=1)}
+    parser.add_argument(
+        "name",
+        nargs="?",
+        choices=names,
+        type=lambda given: numbers.get(given, given),
+        metavar="NAME",
+        help=f"{', '.join(names)}, or its number",
+    )
     parser.add_argument(
         "--out", type=Path, default=Path("lessons-out"), metavar="DIR", help="folder of the pictures (lessons-out)"
     )

@@ -10,6 +10,7 @@ from lessons.decoding import choices
 from lessons.forcing import SHORT, forced_and_free, make_model
 from lessons.frame import Lesson, Page
 from lessons.maps import three_kinds
+from lessons.recurrence import by_length
 from lessons.tasks import Dates
 from model.data.batches import Pair, pad
 from model.nn import reference
@@ -36,9 +37,10 @@ def fill(page: Page) -> None:
     pair, held_out = task.pair(_TEXT), task.held_out(_NUM_DATES)
     page.say(
         "An encoder reads the source in both directions; a decoder writes the target from left to right and attends to "
-        "the encoder's output. The first recurrent models passed one vector of fixed size from one to the other. "
-        "Here the source is a date in words and the target its year, month and day."
+        "the encoder's output."
     )
+    by_length(page)
+    page.say("From here on, a transformer: the source is a date in words, the target its year, month and day.")
     batch = pad([pair], (len(pair.source), len(pair.target) + 1))
     page.table(
         "teacher forcing: what the decoder reads and what it must predict",

@@ -50,8 +50,8 @@ def index(lessons: Sequence[tuple[str, Lesson]]) -> str:
                 _wrap(
                     "Attention and the transformer, computed by the product's own modules with small numbers. `onward "
                     "lesson` or `python -m model lesson` runs all ten in a few minutes, `onward lesson mask` one of "
-                    "them; it prints the page and writes its picture to `lessons-out`. It needs what training needs "
-                    "(`make demo` installs it), and no trained model."
+                    "them; it prints the page and writes its picture to `lessons-out`. It needs the extras `cpu` and "
+                    "`train` (`make demo` installs them), and no trained model."
                 ),
                 _wrap(
                     "The lessons follow a set of lecture notes, “the notes”, which are not part of this repository. "

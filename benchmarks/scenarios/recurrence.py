@@ -1,7 +1,8 @@
 """What attention replaced: recurrent networks beside a transformer as sources grow, in accuracy, gradient and time.
 
-Three networks of about equal size (one fixed context vector, additive attention, a transformer) learn three jobs
-(`benchmarks.training.lengths`), each with every seed on one thread, several side by side. Then fresh cells' gradients
+Four networks of about equal size (one fixed context vector, additive attention, a transformer with sinusoidal and one
+with rotary positions) learn three jobs (`benchmarks.training.lengths`), each with every seed on one thread, several
+side by side. Each network's rate is the best of three in brief trainings of another seed. Then fresh cells' gradients
 through time, and, with nothing beside it, the time of an update and of one more token. Every figure is a line of the
 journal as it is measured: `--resume` continues.
 """
@@ -28,15 +29,23 @@ from benchmarks.frame.statistics import mean_interval
 from benchmarks.frame.tables import table
 from benchmarks.training import lengths
 from benchmarks.training.ablation import code_hash, versions
-from benchmarks.training.lengths import NUM_TESTS, Job, Network, Training
+from benchmarks.training.lengths import NUM_TESTS, TIMED, Job, Network, Training
 from model.spec.recurrent import Cell
 
 _NAMES = {
     Network.FIXED: "one fixed vector",
     Network.ATTENTION: "additive attention",
     Network.TRANSFORMER: "transformer",
+    Network.ROTARY: "transformer, rotary",
 }
-_COLORS = {Network.FIXED: "#D55E00", Network.ATTENTION: "#0072B2", Network.TRANSFORMER: "#000000"}
+_COLORS = {
+    Network.FIXED: "#D55E00",
+    Network.ATTENTION: "#0072B2",
+    Network.TRANSFORMER: "#000000",
+    Network.ROTARY: "#CC79A7",
+}
+_RATES = (1e-2, 2e-2, 4e-2)
+_TRIAL_SEED = 1 << 20
 _CELL_COLORS = ("#D55E00", "#009E73", "#0072B2")
 _LEAST_GRADIENT = 1e-12
 _FIRST_TIMED = 16
@@ -69,7 +78,7 @@ def measure(settings: RecurrenceSettings, run: Run) -> dict[str, Any]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     for length in _octaves(_FIRST_TIMED, settings.longest):
-        for network in Network:
+        for network in TIMED:
             if not _has(journal, kind="time", network=network, length=length):
                 seconds = lengths.update_seconds(network, length, settings.batch_tokens)
                 entry = {"kind": "time", "network": network, "length": length, "update_seconds": seconds}
@@ -81,24 +90,45 @@ def measure(settings: RecurrenceSettings, run: Run) -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "versions": versions(),
         "num_tests": NUM_TESTS,
+        "rates": of_kind["rate"],
         "trainings": of_kind["training"],
         "gradients": of_kind["gradient"],
         "times": of_kind["time"],
     }
 
 
-_KINDS = ("training", "gradient", "time")
+_KINDS = ("rate", "training", "gradient", "time")
 
 
 def _train(settings: RecurrenceSettings, journal: Journal) -> None:
-    """Seed after seed over all networks and jobs, so that a slower machine slows all alike."""
-    pending = [
-        Training(job, network, seed, settings.steps, settings.longest, settings.batch_tokens, Cell(settings.cell))
+    """Trials of rates, and then seed after seed over all networks and jobs: a slower machine slows all alike."""
+    limits = settings.batch_tokens, Cell(settings.cell)
+    trials = [
+        Training(
+            Job.REVERSE, network, _TRIAL_SEED, settings.steps // 2 + 1, max(settings.longest // 4, 16), *limits, rate
+        )
+        for rate in _RATES
+        for network in Network
+        if not _has(journal, kind="rate", network=network, rate=rate)
+    ]
+    _train_all(settings, journal, "rate", trials)
+    rates = {network: _best_rate(journal.entries, network) for network in Network}
+    trainings = [
+        Training(job, network, seed, settings.steps, settings.longest, *limits, rates[network])
         for seed in range(settings.seeds)
         for job in Job
         for network in Network
         if not _has(journal, kind="training", job=job, network=network, seed=seed)
     ]
+    _train_all(settings, journal, "training", trainings)
+
+
+def _best_rate(entries: Iterable[Mapping[str, Any]], network: Network) -> float:
+    trials = [each for each in entries if each["kind"] == "rate" and each["network"] == network]
+    return float(min(trials, key=lambda each: each["loss"])["rate"])
+
+
+def _train_all(settings: RecurrenceSettings, journal: Journal, kind: str, pending: Sequence[Training]) -> None:
     if not pending:
         return
     with ProcessPoolExecutor(min(settings.jobs, len(pending)), get_context("spawn"), _use_one_thread) as pool:
@@ -109,9 +139,10 @@ def _train(settings: RecurrenceSettings, journal: Journal) -> None:
             except Exception as error:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise RuntimeError(f"a training failed: {error}") from error
-            journal.record({"kind": "training", **found})
+            journal.record({"kind": kind, **found})
             at = ", ".join(f"{length} {share:.0%}" for length, share in found["accuracy"].items())
-            say(f"[{count}/{len(pending)}] {found['job']}, {found['network']}, seed {found['seed']}: {at}")
+            about = f"seed {found['seed']}" if kind == "training" else f"rate {found['rate']}"
+            say(f"{kind} [{count}/{len(pending)}] {found['job']}, {found['network']}, {about}: {at}")
 
 
 def _use_one_thread() -> None:
@@ -137,13 +168,14 @@ def render(results: Results) -> str:
     lines = [
         "# What attention replaced",
         "",
-        f"Encoder-decoders of {settings['cell']} cells, with one fixed context vector or additive attention, and a "
-        f"transformer; {sizes[0]:,} to {sizes[-1]:,} parameters, {settings['steps']} updates of "
-        f"{settings['batch_tokens']} tokens each, sources of up to {settings['longest']} tokens, short and long ones "
-        "alike. The recurrent networks are trained by AdamW and the transformer by Muon, as in their presets, at rates "
-        "that were not tuned: more updates, or other rates, would move the curves. Accuracy is of target tokens after "
-        f"the true ones before, whole is of targets without an error, in percent of {results['num_tests']} unseen "
-        "sources; mean (95 % interval over seeds, by Student's t).",
+        f"Encoder-decoders of {settings['cell']} cells, with one fixed context vector or additive attention, and "
+        f"transformers with sinusoidal or rotary positions; {sizes[0]:,} to {sizes[-1]:,} parameters, "
+        f"{settings['steps']} updates of {settings['batch_tokens']} tokens each, sources of up to "
+        f"{settings['longest']} tokens, short and long ones alike. All are trained by Muon, which takes the matrices "
+        f"of linear layers, and AdamW for the rest. Muon's rate is the best of {_listed(results['rates'])} on shorter "
+        f"reversals of another seed: {_chosen(results['rates'])}. More updates would move the curves. Accuracy is of "
+        "target tokens after the true ones before, whole is of targets without an error, in percent of "
+        f"{results['num_tests']} unseen sources; mean (95 % interval over seeds, by Student's t).",
         "",
     ]
     for job in Job:
@@ -167,7 +199,7 @@ def render(results: Results) -> str:
     for part, unit, scale in (("update_seconds", "update, ms", 1e3), ("token_seconds", "one more token, µs", 1e6)):
         rows = [
             (_NAMES[network], *(f"{scale * seconds:,.0f}" for _, seconds in _timed(results, network, part)))
-            for network in Network
+            for network in TIMED
         ]
         lines += [*table("|".join([unit, *map(str, timed)]), rows), ""]
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
@@ -177,6 +209,15 @@ def render(results: Results) -> str:
         f"{versions}. Every training is in [recurrence.json](data/recurrence.json)."
     ]
     return "\n".join(lines)
+
+
+def _listed(trials: Iterable[Mapping[str, Any]]) -> str:
+    return ", ".join(f"{rate:g}" for rate in sorted({each["rate"] for each in trials}))
+
+
+def _chosen(trials: Sequence[Mapping[str, Any]]) -> str:
+    entries = [{"kind": "rate", **each} for each in trials]
+    return ", ".join(f"{_NAMES[network]} {_best_rate(entries, network):g}" for network in Network)
 
 
 _JOBS = {
@@ -219,7 +260,7 @@ def draw(results: Results) -> str:
             (updates, "update_seconds", "seconds an update"),
             (tokens, "token_seconds", "seconds one more token"),
         ):
-            for network in Network:
+            for network in TIMED:
                 axes.plot(*zip(*_timed(results, network, part), strict=True), color=_COLORS[network])
             axes.set_title(title)
         for axes in grid.flat:

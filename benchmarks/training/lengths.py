@@ -29,7 +29,7 @@ from model.nn.attention import CrossAttention, SelfAttention, attend, join_heads
 from model.nn.networks import Translator, build
 from model.nn.recurrent import RecurrentEncoderDecoder
 from model.nn.transformer import DecoderOnly, num_parameters
-from model.spec.config import Architecture, ModelConfig
+from model.spec.config import Architecture, ModelConfig, Positions
 from model.spec.recurrent import Cell, Context, NetworkConfig, RecurrentConfig
 from model.spec.tokenizer import EOS_ID, Tokenizer
 from model.tokenizer_training import characters
@@ -68,11 +68,19 @@ class Network(StrEnum):
     FIXED = "fixed"
     ATTENTION = "attention"
     TRANSFORMER = "transformer"
+    ROTARY = "rotary"
+
+
+TIMED = (Network.FIXED, Network.ATTENTION, Network.TRANSFORMER)
+"""Rotary positions cost about what sinusoids do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """One training; `longest` bounds the sources, `batch_tokens` sources and targets of a batch."""
+    """One training; `longest` bounds the sources, `batch_tokens` sources and targets of a batch.
+
+    `rate` is the peak of Muon, which takes the matrices of linear layers.
+    """
 
     job: Job
     network: Network
@@ -81,6 +89,7 @@ class Training:
     longest: int
     batch_tokens: int
     cell: Cell = Cell.GRU
+    rate: float = 2e-2
 
 
 def configure(training: Training) -> NetworkConfig:
@@ -90,22 +99,22 @@ def configure(training: Training) -> NetworkConfig:
         "context": training.longest + _EXTRA,
         "d_model": 64,
     }
-    if training.network is Network.TRANSFORMER:
+    if training.network in {Network.TRANSFORMER, Network.ROTARY}:
         shape = {**resolve("dates").transformer.to_dict(), **sizes, "source_vocab_size": 0, "source_context": 0}
+        shape["positions"] = Positions.ROTARY if training.network is Network.ROTARY else Positions.SINUSOIDAL
         return ModelConfig.from_dict(shape | {"d_ff": 256, "head_dim": 0, "num_kv_heads": 0})
     hidden, seen = (98, Context.NONE) if training.network is Network.FIXED else (90, Context.ADDITIVE)
     return RecurrentConfig(**sizes, hidden=hidden, cell=training.cell, attention=seen)
 
 
 def train_config(training: Training) -> TrainConfig:
-    """The optimizer is that of the network's preset."""
-    is_recurrent = training.network is not Network.TRANSFORMER
+    """The same for all networks but for `rate`."""
     return TrainConfig(
         steps=training.steps,
         batch_tokens=training.batch_tokens,
-        optimizer=OptimizerName.ADAMW if is_recurrent else OptimizerName.MUON,
-        learning_rate=3e-3 if is_recurrent else 2e-3,
-        matrix_learning_rate=1e-2,
+        optimizer=OptimizerName.MUON,
+        learning_rate=2e-3,
+        matrix_learning_rate=training.rate,
         precision=TrainPrecision.FP32,
         device=TrainDevice.CPU,
         seed=training.seed,
@@ -128,6 +137,7 @@ def train(training: Training) -> dict[str, Any]:
         "job": training.job,
         "network": training.network,
         "seed": training.seed,
+        "rate": training.rate,
         "loss": statistics.fmean(losses[-max(1, training.steps // 20) :]),
         "accuracy": {str(length): accuracy for length, (accuracy, _) in scores.items()},
         "exact": {str(length): exact for length, (_, exact) in scores.items()},

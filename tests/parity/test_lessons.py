@@ -258,6 +258,12 @@ def check_block(values: dict[str, np.ndarray]) -> None:
 
 
 def check_dates(values: dict[str, np.ndarray]) -> None:
+    networks = ("RNN, one vector", "LSTM, one vector", "LSTM, attention", "transformer")
+    right = [
+        [values[f"share of right tokens, by symbols in the source, {each}, {n}"] for n in (4, 16)] for each in networks
+    ]
+    assert right[0][1] < right[1][1] < 0.6 < 0.9 < min(right[2] + right[3])
+    assert all(short > long + 0.3 for short, long in right[:2])
     assert values["held-out dates, trained, whole dates right"] > 0.95
     mistake = "probability of the right month, trained, after"
     assert values[f"{mistake} the year"] > 0.9 > 0.3 > values[f"{mistake} a mistake"]
@@ -303,7 +309,7 @@ def test_lesson_shows_what_its_prose_says_and_its_page_is_not_stale(number: int)
 
 
 def test_command_walks_one_lesson_in_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["lesson", "query-key-value", "--out", str(tmp_path)]) == 0
+    assert main(["lesson", "3", "--out", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert out.startswith("3. Query, key and value")
     assert "the │    ██░░│" in out

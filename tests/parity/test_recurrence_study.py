@@ -71,7 +71,7 @@ def test_targets_are_what_the_jobs_say() -> None:
         assert dates.is_held_out(datetime.date.fromisoformat(tokenizer.decode(pair.target)))
 
 
-@pytest.mark.parametrize("network", list(Network))
+@pytest.mark.parametrize("network", lengths.TIMED)
 def test_one_more_token_has_the_logits_of_the_whole_target(network: Network) -> None:
     model = lengths._fresh(replace(SMALL, network=network, longest=32)).eval()
     short, long = (lengths.make_pairs(Job.COPY, length, 2, np.random.default_rng(length)) for length in (7, 12))
@@ -118,7 +118,14 @@ def test_the_study_measures_each_figure_once_and_resumes(tmp_path: Path, capsys:
     first = recurrence.measure(settings, Run(tmp_path))
     assert len(first["trainings"]) == len(Job) * len(Network)
     assert len(first["gradients"]) == len(Cell) + 1
-    assert len(first["times"]) == 3 * len(Network)
+    assert len(first["times"]) == 3 * len(lengths.TIMED)
+    best = {
+        network: min((each for each in first["rates"] if each["network"] == network), key=lambda each: each["loss"])
+        for network in Network
+    }
+    assert {(each["network"], each["rate"]) for each in first["trainings"]} == {
+        (network, each["rate"]) for network, each in best.items()
+    }
     capsys.readouterr()
     again = recurrence.measure(settings, Run(tmp_path, resume=True))
     assert again == first
