@@ -85,6 +85,11 @@ TABLES = (
     *(Table(f"faithfulness-{name}", _FAITHFULNESS.format(name), 3) for name in _TRAINED),
     Table("interference", "benchmarks run interference --docs", 5),
     Table("prefix", "benchmarks run prefix --docs", 5),
+    *(
+        Table(f"http-{name}", f"benchmarks run http --model {name} --docs --name http-{name}", 2)
+        for name in ("stdlib", "llama-110m")
+    ),
+    Table("structured", "benchmarks run structured --docs", 2),
     Table("goodput", "benchmarks run goodput --docs", 11),
     Table("core_sharing", "benchmarks run core_sharing --docs", 7),
     Table("host", "benchmarks run host --docs", 3),
@@ -124,6 +129,16 @@ def _interference(results: Results) -> str:
     low, high = bootstrap(median, rises) or (min(rises), max(rises))
     chunk = 1e3 * results["chunk_seconds"]["costliest"]
     return f"{median(rises):.0f} ms ({low:.0f} to {high:.0f}); the costliest chunk takes {chunk:.0f} ms"
+
+
+def _http(results: Results) -> str:
+    later, interval = results["first_token_later_seconds"], results["first_token_later_interval"]
+    within = "" if interval is None else f" ({1e3 * interval[0]:.1f} to {1e3 * interval[1]:.1f})"
+    return f"{times(results['ratio'], results['ratio_interval'])}, {1e3 * later:.1f} ms{within}"
+
+
+def _structured(results: Results) -> str:
+    return f"{times(results['ratio'], results['ratio_interval'])}, {results['steps_saved']:.0%}"
 
 
 def _prediction(results: Results) -> str:
@@ -244,6 +259,15 @@ CLAIMS = (
     Claim("`stdlib`: the same", "faithfulness-stdlib", _faithful),
     Claim("3,000 tokens amid eight streams: their 99th percentile rises by", "interference", _interference, rank=8),
     Claim("a shared prefix of 512 tokens: later first tokens, of the first's time", "prefix", _prefix, rank=5),
+    *(
+        Claim(f"32 streams of `{name}` over HTTP ÷ gRPC, and how much later a first token comes", f"http-{name}", _http)
+        for name in ("stdlib", "llama-110m")
+    ),
+    Claim(
+        "8 streams with a JSON schema ÷ free text, and the steps that forced tokens save alone",
+        "structured",
+        _structured,
+    ),
     Claim(
         "answers in time at 1.5 times capacity: with admission over without",
         "goodput",

@@ -12,17 +12,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _READY = re.compile(r"listening on (\S+?:\d+)")
+_HTTP = re.compile(r"HTTP on port (\d+)")
 _METRICS = re.compile(r"metrics on http://(\S+?:\d+)")
 _STOP_SECONDS = 60
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Addresses of a server and its metrics, as "host:port" (`metrics` is empty if it has none), and its process."""
+    """Addresses of a server and its metrics, as "host:port" (`metrics` is empty if it has none), and its process.
+
+    `http_port` is 0 where it serves gRPC alone.
+    """
 
     target: str
     metrics: str
     pid: int
+    http_port: int = 0
 
     def peak_bytes(self) -> int | None:
         """Peak resident memory; None if the system does not report it."""
@@ -64,6 +69,6 @@ def wait_served(process: subprocess.Popen[str]) -> Server:
     assert process.stdout is not None  # noqa: S101 (stdout is a pipe; for the type checker)
     for line in process.stdout:
         if match := _READY.search(line):
-            metrics = _METRICS.search(line)
-            return Server(match[1], metrics[1] if metrics else "", process.pid)
+            metrics, http = _METRICS.search(line), _HTTP.search(line)
+            return Server(match[1], metrics[1] if metrics else "", process.pid, int(http[1]) if http else 0)
     raise RuntimeError(f"the server ended before it was ready, exit code {process.wait()}")

@@ -38,6 +38,7 @@ from service.engine.kv.budget import (
     graph_weight_bytes,
     logits_bytes,
     memory_needs,
+    prefault_share,
 )
 from service.errors import StartupError
 
@@ -125,7 +126,7 @@ class MemoryPlan:
             for each in self.models.values()
             if each.is_prefaulted
         )
-        return sum(min(MAX_PREFAULT_BYTES, part // PREFAULT_SHARE) for part in parts)
+        return sum(map(prefault_share, parts))
 
     @property
     def peak(self) -> int:

@@ -34,12 +34,14 @@ from benchmarks.scenarios import (
     core_sharing,
     fleet,
     goodput,
+    http,
     interference,
     loading,
     prediction,
     prefix,
     scaling_out,
     speculation,
+    structured,
     translation,
 )
 from benchmarks.scenarios.goodput import REFUSED
@@ -97,6 +99,11 @@ def check_goodput(results: dict[str, Any]) -> None:
         assert way["per_second"][goodput.FAILED] == 0
         assert sum(way["per_second"].values()) == pytest.approx(results["offered"])
     assert results["ways"]["off"]["per_second"][REFUSED] == 0
+
+
+def check_http(results: dict[str, Any]) -> None:
+    for each in ("tokens_per_second", "first_token_seconds"):
+        assert min(results[each][way] for way in (http.GRPC, http.HTTP)) > 0
 
 
 def check_interference(results: dict[str, Any]) -> None:
@@ -162,6 +169,11 @@ def check_scaling_out(results: dict[str, Any]) -> None:
             4, 128, check_goodput, "| `--admission=deadline` |",
         ),
         (
+            http,
+            http.HttpSettings(**TINY, streams=3, prompt=4, new=5, singles=2, rounds=1),
+            3, 128, check_http, "| HTTP |",
+        ),
+        (
             # So long that no stream ends before the long prompt arrives, however fast its steps.
             interference,
             interference.InterferenceSettings(
@@ -215,6 +227,27 @@ def test_a_scenario_is_measured_on_real_servers(
     results = module.measure(settings, Run(tmp_path))
     check(results)
     assert said in written(module.SCENARIO, settings, results, tmp_path)
+
+
+def test_structured_output_is_measured_beside_free_text_and_with_drafts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = place_artifact(tmp_path, "decoder-only", context=1024)
+    monkeypatch.setattr(structured, "export", lambda *_: place)
+    (tmp_path / "run.json").touch()
+    settings = structured.StructuredSettings(
+        **TINY, checkpoint=tmp_path, streams=2, prompt=4, new=40, documents=1, rounds=1
+    )
+    results = structured.measure(settings, Run(tmp_path))
+    assert results["document_tokens"] > 80
+    assert 0.3 < results["steps_saved"] < 1
+    assert min(results["tokens_per_second"].values()) > 0
+    assert "| with a schema |" in written(structured.SCENARIO, settings, results, tmp_path)
+    whole = structured.Written([1, 2], structured.json.dumps(dict.fromkeys(structured._FIELDS)), 1.0)
+    cut = structured.Written([1, 3], whole.text, 1.0)
+    rates = {structured.FREE: [1.0], structured.SCHEMA: [1.0]}
+    with pytest.raises(RuntimeError, match="differ"):
+        structured.judge(rates, {structured.WITHOUT: [[whole]], structured.WITH: [[cut]]}, 1.0)
 
 
 @pytest.mark.parametrize("family", ["decoder-only", "encoder-decoder"])

@@ -47,7 +47,12 @@ class MemoryNeeds:
 
     def prefaulted(self, kv_bytes: int) -> int:
         """Pre-faulted memory beside so many bytes of K/V."""
-        return min(MAX_PREFAULT_BYTES, min(kv_bytes, self.whole) // PREFAULT_SHARE) if self.is_prefaulted else 0
+        return prefault_share(min(kv_bytes, self.whole)) if self.is_prefaulted else 0
+
+
+def prefault_share(kv_bytes: int) -> int:
+    """Pre-faulted memory of a model that has some, beside so many bytes of its K/V."""
+    return min(MAX_PREFAULT_BYTES, kv_bytes // PREFAULT_SHARE)
 
 
 def memory_needs(manifest: Manifest, num_slots: int, max_prefill_tokens: int) -> MemoryNeeds:
@@ -76,7 +81,7 @@ def prefault_bytes(manifest: Manifest, budget: KVBudget, num_slots: int) -> int:
     if not is_prefaulted(manifest):
         return 0
     whole = num_slots * _full_row_bytes(manifest, budget)
-    return min(MAX_PREFAULT_BYTES, min(budget.num_bytes, whole) // PREFAULT_SHARE)
+    return prefault_share(min(budget.num_bytes, whole))
 
 
 def is_prefaulted(manifest: Manifest) -> bool:

@@ -135,4 +135,7 @@ def _listen(host: str, port: int) -> socket.socket:
     is_ipv6 = family == socket.AF_INET6
     listening = socket.create_server(address[:2], family=family, backlog=_BACKLOG, dualstack_ipv6=is_ipv6)
     listening.settimeout(0)
+    # Accepted sockets inherit it. asyncio leaves it out, as these do not name their protocol; without it an answer's
+    # second packet waits for the client's delayed acknowledgement, up to 40 ms.
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listening

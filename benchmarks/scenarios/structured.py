@@ -1,0 +1,214 @@
+"""Structured output: tokens a second beside free text in a full batch, and steps saved by tokens that a form forces.
+
+Two questions, each over gRPC on a trained model:
+
+    masks    a batch of streams whose schema never ends (an array of integers) beside the same streams without a
+             schema, as many greedy tokens each, in interleaved rounds on one server without draft tokens
+    drafts   one stream of a whole JSON document at a time, with draft tokens and without: the share of its tokens that
+             were accepted as drafts, each of which saves a step, and its time. Tokens must be equal
+
+Promise: with a schema ≥ 0.95 of the tokens a second without; steps saved ≥ 30 %.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.frame.models import METRICS, Subject, draw, export
+from benchmarks.frame.rounds import interleaved
+from benchmarks.frame.scenario import Results, Run, Scenario, Settings, option
+from benchmarks.frame.servers import read_metrics
+from benchmarks.frame.statistics import bootstrap, ratio_of_medians
+from benchmarks.frame.streams import connected, greedy
+from benchmarks.frame.tables import conditions, milliseconds, table, times, verdict
+from loadtest.serving import Server
+from onward.v1 import generation_pb2 as pb
+
+if TYPE_CHECKING:
+    from onward.v1.generation_pb2_grpc import GenerationServiceAsyncStub
+
+FREE, SCHEMA = "free text", "with a schema"
+WITHOUT, WITH = "without", "with"
+_LEAST_RATIO = 0.95
+_LEAST_SAVED = 0.3
+_ACCEPTED = "onward_spec_decode_num_accepted_tokens_total"
+_COMPACT = {"x-guidance": {"whitespace_flexible": False}}
+ENDLESS = json.dumps({"type": "array", "items": {"type": "integer"}, **_COMPACT, "minItems": 100_000})
+_FIELDS = {
+    "status": {"enum": ["open", "closed", "waiting"]},
+    "priority": {"type": "integer", "minimum": 0, "maximum": 9},
+    "is_assigned": {"type": "boolean"},
+    "summary": {"type": "string", "pattern": "^[a-z]{8}$"},
+    "component": {"enum": ["server", "client", "exporter"]},
+}
+DOCUMENT = json.dumps(
+    {"type": "object", "properties": _FIELDS, "required": list(_FIELDS), "additionalProperties": False, **_COMPACT}
+)
+_DOCUMENT_TOKENS = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredSettings(Settings):
+    """What is measured."""
+
+    checkpoint: Path = option(Path("build/checkpoints/stdlib"), "of a decoder-only model with a tokenizer")  # noqa: RUF009
+    streams: int = option(8, "at once", least=1, quick=2)
+    prompt: int = option(32, "tokens of each", least=1)
+    new: int = option(128, "tokens of a stream", least=2, quick=8)
+    documents: int = option(10, "whole JSON documents in each round", least=1, quick=1)
+    look_up: int = option(8, "draft tokens at most", least=1)
+    rounds: int = option(7, "of all", least=1, quick=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A document: its tokens and text, and the seconds it took."""
+
+    token_ids: list[int]
+    text: str
+    seconds: float
+
+
+def measure(settings: StructuredSettings, run: Run) -> dict[str, Any]:
+    """Both questions, on two servers that differ in draft tokens alone.
+
+    Raises:
+        RuntimeError: if there is no such model, a stream is cut, or documents differ.
+    """
+    if not (settings.checkpoint / "run.json").exists():
+        raise RuntimeError(f"{settings.checkpoint} is no checkpoint: `make demo` trains one")
+    work = run.build / "scenarios" / "structured" / settings.checkpoint.name
+    model = Subject(export(settings.checkpoint, work, settings.precision), settings.threads, settings.streams)
+    source = random.Random(settings.seed)  # noqa: S311 (not for secrets)
+    count = max(settings.streams, settings.documents)
+    prompts = [draw(source, model.config.vocab_size, settings.prompt) for _ in range(count)]
+    with (
+        model.served(*METRICS, "--look-up", "0") as plain,
+        model.served(*METRICS, "--look-up", str(settings.look_up)) as drafting,
+    ):
+        return judge(*asyncio.run(_all_rounds(plain, drafting, settings, prompts)))
+
+
+def judge(
+    rates: Mapping[str, Sequence[float]], written: Mapping[str, Sequence[Sequence[Written]]], accepted: float
+) -> dict[str, Any]:
+    """`written` has, for each way and round, the same documents; `accepted` draft tokens are of all of them.
+
+    Raises:
+        RuntimeError: if documents differ, or one is not whole.
+    """
+    first = [each.token_ids for each in written[WITHOUT][0]]
+    if any([each.token_ids for each in of_round] != first for rounds in written.values() for of_round in rounds):
+        raise RuntimeError("documents differ between the servers")
+    for each in written[WITHOUT][0]:
+        if set(json.loads(each.text)) != set(_FIELDS):
+            raise RuntimeError(f"a document lacks fields: {each.text}")
+    seconds = {way: [sum(each.seconds for each in of_round) for of_round in rounds] for way, rounds in written.items()}
+    ratio = ratio_of_medians(rates[SCHEMA], rates[FREE])
+    saved = accepted / (len(written[WITH]) * sum(map(len, first)))
+    return {
+        "tokens_per_second": {way: statistics.median(each) for way, each in rates.items()},
+        "ratio": ratio,
+        "ratio_interval": bootstrap(ratio_of_medians, rates[SCHEMA], rates[FREE]),
+        "document_tokens": statistics.fmean(map(len, first)),
+        "document_seconds": {way: statistics.median(each) / len(first) for way, each in seconds.items()},
+        "steps_saved": saved,
+        "speedup": ratio_of_medians(seconds[WITHOUT], seconds[WITH]),
+        "speedup_interval": bootstrap(ratio_of_medians, seconds[WITHOUT], seconds[WITH]),
+        "rounds": {"tokens_per_second": rates, "documents_seconds": seconds},
+        "tokens_equal": True,
+        "passed": ratio >= _LEAST_RATIO and saved >= _LEAST_SAVED,
+    }
+
+
+async def _all_rounds(
+    plain: Server, drafting: Server, settings: StructuredSettings, prompts: Sequence[Sequence[int]]
+) -> tuple[dict[str, list[float]], dict[str, list[list[Written]]], float]:
+    rates: dict[str, list[float]] = {FREE: [], SCHEMA: []}
+    written: dict[str, list[list[Written]]] = {WITHOUT: [], WITH: []}
+    forms = {FREE: None, SCHEMA: pb.StructuredOutput(json_schema=ENDLESS)}
+    async with connected(plain.target) as slow, connected(drafting.target) as fast:
+        stubs = {WITHOUT: slow, WITH: fast}
+        for form in forms.values():  # warms up, and compiles
+            await _rate(slow, settings, prompts, form)
+        for stub in stubs.values():
+            await _write(stub, prompts[0])
+        before = _accepted(drafting.metrics)
+        for _, way in interleaved(settings.rounds, (*forms, *stubs), settings.seed):
+            if way in forms:
+                rates[way].append(await _rate(slow, settings, prompts, forms[way]))
+            else:
+                asked = prompts[: settings.documents]
+                written[way].append([await _write(stubs[way], prompt) for prompt in asked])
+    return rates, written, _accepted(drafting.metrics) - before
+
+
+async def _rate(
+    stub: GenerationServiceAsyncStub,
+    settings: StructuredSettings,
+    prompts: Sequence[Sequence[int]],
+    form: pb.StructuredOutput | None,
+) -> float:
+    """Tokens a second of all streams, from the last first token to the first end: all rows decode."""
+
+    async def follow(prompt: Sequence[int]) -> list[float]:
+        request = greedy(pb.GenerateStreamRequest, prompt, settings.new, structured_output=form)
+        arrivals: list[float] = []
+        async for event in stub.GenerateStream(request):
+            arrivals += [time.perf_counter()] * len(event.delta.token_ids)
+        if len(arrivals) != settings.new:
+            raise RuntimeError(f"asked for {settings.new} tokens, got {len(arrivals)}")
+        return arrivals
+
+    streams = await asyncio.gather(*map(follow, prompts[: settings.streams]))
+    begin, end = max(each[0] for each in streams), min(each[-1] for each in streams)
+    return sum(begin < at <= end for each in streams for at in each) / (end - begin)
+
+
+async def _write(stub: GenerationServiceAsyncStub, prompt: Sequence[int]) -> Written:
+    request = greedy(
+        pb.GenerateRequest, prompt, _DOCUMENT_TOKENS, structured_output=pb.StructuredOutput(json_schema=DOCUMENT)
+    )
+    began = time.perf_counter()
+    (output,) = (await stub.Generate(request)).outputs
+    return Written(list(output.token_ids), output.text, time.perf_counter() - began)
+
+
+def _accepted(metrics: str) -> float:
+    return float(next(sample.value for sample in read_metrics(metrics) if sample.name == _ACCEPTED))
+
+
+def render(results: Results) -> str:
+    """The document."""
+    settings, seconds = results["settings"], results["document_seconds"]
+    rows = [(way, f"{rate:,.0f}") for way, rate in results["tokens_per_second"].items()]
+    lines = [
+        "# Structured output",
+        "",
+        f"{Path(settings['checkpoint']).name} {settings['precision']}, {settings['streams']} streams at once of "
+        f"{settings['new']} tokens while all decode; medians of {settings['rounds']} interleaved rounds, "
+        f"{conditions(results)}.",
+        "",
+        *table("streams|tokens/s", rows),
+        "",
+        f"With a schema ÷ free: {times(results['ratio'], results['ratio_interval'])}.",
+        "",
+        f"A JSON document of {results['document_tokens']:.0f} tokens by itself, five fields, takes "
+        f"{milliseconds(seconds[WITHOUT])}, and {milliseconds(seconds[WITH])} under `--look-up {settings['look_up']}`: "
+        f"{times(results['speedup'], results['speedup_interval'])} times as fast; {results['steps_saved']:.0%} of its "
+        "tokens were drafts that needed no step of their own. Tokens are equal.",
+        "",
+        f"The promise, {_LEAST_RATIO} and {_LEAST_SAVED:.0%}, {verdict(results['passed'])}.",
+    ]
+    return "\n".join(lines)
+
+
+SCENARIO = Scenario(__name__, StructuredSettings, measure, render)
