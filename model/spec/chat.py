@@ -20,6 +20,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import cache
 from typing import Any
 
 import jinja2
@@ -33,6 +34,9 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 VARIABLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """The control tokens that templates have by name."""
+
+THOUGHTS = ("<think>", "</think>")
+"""The tags around what a model thinks ahead of its answer."""
 
 MAX_TEMPLATE_CHARACTERS = 256 * 1024
 _CALL_TAGS = ("<tool_call>", "</tool_call>")
@@ -138,6 +142,8 @@ class Chat:
         """Whether the template shows tools."""
         self.has_thinking_switch = "enable_thinking" in names
         """Whether the template lets a conversation say whether the answer begins with thoughts."""
+        self.has_thoughts = THOUGHTS[1] in text
+        """Whether the template tells thoughts from answers."""
         # Others have tags of the same name around XML.
         is_json = all(each in text for each in (*_CALL_TAGS, '"name"', '"arguments"')) and "<function=" not in text
         self.has_tagged_calls = is_json and not tokenizer.control_spellings.intersection(_CALL_TAGS)
@@ -201,6 +207,15 @@ class Chat:
         except Exception as error:  # an untrusted program may raise anything
             raise ConversationError(f"the model's template refuses it: {_reason(error)}") from error
         return self._guard.resolve(written)
+
+    @cache  # noqa: B019 (three values at most, and models are few)
+    def begins_within_thoughts(self, *, enable_thinking: bool | None) -> bool:
+        """Whether the prompt ends inside of thoughts, so that an answer begins there."""
+        try:
+            written = self.render([Message("user", "a")], enable_thinking=enable_thinking)
+        except ConversationError:
+            return False
+        return written.rpartition(THOUGHTS[0])[2].strip() == "" and written.rstrip().endswith(THOUGHTS[0])
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation to be answered; may take milliseconds.

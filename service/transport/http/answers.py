@@ -16,6 +16,7 @@ from service.generator import Accepted, Finished, Outcome, Part, Piece
 from service.repository.models import ServedModel
 from service.transport import codec
 from service.transport.http.requests import Asked
+from service.transport.http.thoughts import FIELD, ThoughtParser
 from service.transport.http.tools import CallParser
 
 Values = dict[str, Any]
@@ -149,6 +150,17 @@ class ChatAnswer(Answer):
     def __init__(self, asked: Asked, sampling: SamplingParams, resolve: Callable[[str], ServedModel]) -> None:
         super().__init__(asked, sampling, resolve)
         self._parsers: dict[int, CallParser] = {}
+        self._thoughts: dict[int, ThoughtParser] = {}
+        self._may_think = self._begins_within_thoughts = False
+
+    def accepted(self, part: Accepted) -> None:
+        """Looks besides whether the answer may have thoughts. One that follows a form has none."""
+        super().accepted(part)
+        asked, chat = self._asked, self._resolve(part.model).chat
+        has_form = asked.request.HasField("structured_output") and (asked.tools is None or asked.tools.must_call)
+        if chat is not None and chat.has_thoughts and not has_form:
+            self._may_think = True
+            self._begins_within_thoughts = chat.begins_within_thoughts(enable_thinking=asked.enable_thinking)
 
     def _first(self, index: int) -> Iterator[Values]:
         if index not in self._begun:
@@ -157,37 +169,43 @@ class ChatAnswer(Answer):
             yield self._chunk({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
 
     def _choice(self, index: int, text: str, logprobs: Values | None, token_ids: Sequence[int]) -> Values:
-        delta: Values = {"content": text} if text or logprobs else {}
-        if self._asked.tools is not None:
-            delta = self._delta(index, text)
+        delta = self._delta(index, text) or ({"content": ""} if logprobs else {})
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None} | self._token_ids(
             token_ids
         )
 
     def _whole_choice(self, index: int, text: str, logprobs: Values | None, token_ids: Sequence[int]) -> Values:
-        message: Values = {"role": "assistant", "content": text, "refusal": None}
-        if self._asked.tools is not None:
-            delta = self._delta(index, text, is_last=True)
-            calls = [{name: call[name] for name in ("id", "type", "function")} for call in delta.get("tool_calls", ())]
-            message["content"] = delta.get("content") if calls else delta.get("content", "")
-            message |= {"tool_calls": calls} if calls else {}
+        delta = self._delta(index, text, is_last=True)
+        calls = [{name: call[name] for name in ("id", "type", "function")} for call in delta.get("tool_calls", ())]
+        content = delta.get("content") if calls else delta.get("content", "")
+        message: Values = {"role": "assistant", "content": content, "refusal": None}
+        message |= {name: delta[name] for name in (FIELD,) if name in delta}
+        message |= {"tool_calls": calls} if calls else {}
         return {"index": index, "message": message, "logprobs": logprobs} | self._token_ids(token_ids)
 
     def _delta(self, index: int, text: str, *, is_last: bool = False) -> Values:
-        """What is new in the text and the calls of an output."""
-        if (parser := self._parsers.get(index)) is None:
-            call_id = f"call_{self.request_id}_{index}"
-            parser = self._parsers[index] = CallParser(is_tagged=self._has_tagged_calls, call_id=call_id)
-        content, calls = parser.take(text, is_last=is_last)
-        return ({"content": content} if content else {}) | ({"tool_calls": calls} if calls else {})
+        """What is new in the thoughts, the text and the calls of an output."""
+        calls: list[Values] = []
+        thoughts, content = "", text
+        if self._may_think:
+            if (thinking := self._thoughts.get(index)) is None:
+                thinking = self._thoughts[index] = ThoughtParser(is_within=self._begins_within_thoughts)
+            thoughts, content = thinking.take(text, is_last=is_last)
+        if self._asked.tools is not None:
+            if (parser := self._parsers.get(index)) is None:
+                call_id = f"call_{self.request_id}_{index}"
+                parser = self._parsers[index] = CallParser(is_tagged=self._has_tagged_calls, call_id=call_id)
+            content, calls = parser.take(content, is_last=is_last)
+        parts = {FIELD: thoughts, "content": content, "tool_calls": calls}
+        return {name: value for name, value in parts.items() if value}
 
     def _ended(self, choice: Values, end: Finished) -> Values:
         ended = super()._ended(choice, end)
-        if self._asked.tools is not None:
-            if "delta" in ended:
-                ended["delta"] = self._delta(end.output_index, "", is_last=True)
-            if self._parsers[end.output_index].is_whole and ended["finish_reason"] == "stop":
-                ended["finish_reason"] = "tool_calls"
+        if "delta" in ended:
+            ended["delta"] = self._delta(end.output_index, "", is_last=True)
+        has_call = self._asked.tools is not None and self._parsers[end.output_index].is_whole
+        if has_call and ended["finish_reason"] == "stop":
+            ended["finish_reason"] = "tool_calls"
         return ended
 
     def _logprobs(self, index: int, piece: Piece) -> Values:  # noqa: ARG002 (completions')

@@ -11,6 +11,8 @@ from onward.v1 import generation_pb2 as pb
 from service.errors import InvalidRequest, UnsupportedFeature
 from service.transport.http.fields import BEAMS, PATHS, refuse_others, set_field, set_fields, set_text, take
 from service.transport.http.forms import VLLM, set_form
+from service.transport.http.thoughts import FIELD as THOUGHTS
+from service.transport.http.thoughts import with_thoughts
 from service.transport.http.tools import FIELDS as TOOL_FIELDS
 from service.transport.http.tools import Tools, decode_calls, decode_tools
 
@@ -29,7 +31,7 @@ _UNSUPPORTED = (
     "prompt_cache_options", "prompt_cache_retention", "reasoning_effort", "verbosity", "web_search_options",
 )  # fmt: skip
 _NOT_OF_COMPLETIONS = ("suffix", "prompt_logprobs", *TOOL_FIELDS)
-_FIELDS_OF_CALLS: Mapping[str, tuple[str, ...]] = {"assistant": ("tool_calls",), "tool": ("tool_call_id",)}
+_FIELDS_OF_CALLS: Mapping[str, tuple[str, ...]] = {"assistant": ("tool_calls", THOUGHTS), "tool": ("tool_call_id",)}
 _NOT_OF_MESSAGES = (
     "name", "audio", "function_call", "refusal", "tool_calls", "tool_call_id", "reasoning", "reasoning_content",
     "annotations",
@@ -172,7 +174,12 @@ def add_messages(request: pb.GenerateRequest, value: Any, name: str, *, has_call
         message = request.chat.messages.add()
         set_text(message, "role", each.get("role"), f"{place}.role")
         content = text_of(each.get("content"), f"{place}.content")
-        set_text(message, "content", "" if content is None and calls else content, f"{place}.content")
+        thoughts = take(each, THOUGHTS, str, "a string") if THOUGHTS in own else None
+        if content is None and (calls or thoughts):
+            content = ""
+        if thoughts and isinstance(content, str):
+            content = with_thoughts(thoughts, content)
+        set_text(message, "content", content, f"{place}.content")
         call_id = (take(each, "tool_call_id", str, "a string") or "") if "tool_call_id" in own else ""
         messages.append(Message(message.role, message.content, calls, call_id))
     return tuple(messages)

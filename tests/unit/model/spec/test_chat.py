@@ -424,3 +424,22 @@ def test_calls_are_known_by_their_tags_around_json() -> None:
     special = tokenizers.Tokenizer.from_str(TOKENIZER.to_json())
     special.add_special_tokens(["<tool_call>"])
     assert not Chat(ChatSettings(known, {}), Tokenizer(special)).has_tagged_calls
+
+
+@pytest.mark.parametrize(
+    ("prompt", "has_thoughts", "is_within"),
+    [
+        ("<think>\n", True, True),
+        ("{% if enable_thinking is false %}<think>\n\n</think>{% endif %}", True, False),
+        ("{% if enable_thinking is false %}</think>{% else %}<think>{% endif %}", True, True),
+        ("", False, False),
+    ],
+)
+def test_template_says_whether_an_answer_begins_within_thoughts(
+    prompt: str, has_thoughts: bool, is_within: bool
+) -> None:
+    told = "{{ messages[-1].content.split('</think>')[-1] }}" if has_thoughts else "{{ messages[-1].content }}"
+    chat = make(told + prompt)
+    assert chat.has_thoughts is has_thoughts
+    assert chat.begins_within_thoughts(enable_thinking=None) is is_within
+    assert chat.begins_within_thoughts(enable_thinking=False) is (is_within and "false" not in prompt)

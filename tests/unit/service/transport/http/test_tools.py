@@ -136,7 +136,7 @@ CALLS = [("f", '{"city": "a"}'), ("g", '{"city": ""}')]
 
 
 def answering(kind: type[Answer]) -> Answer:
-    model: Any = SimpleNamespace(output_tokenizer=None, chat=SimpleNamespace(has_tagged_calls=True))
+    model: Any = SimpleNamespace(output_tokenizer=None, chat=SimpleNamespace(has_tagged_calls=True, has_thoughts=False))
     answer = kind(Asked(request=pb.GenerateRequest(), tools=tools_of()), SamplingParams(), lambda _: model)
     answer.accepted(Accepted("id", "m", 3))
     return answer

@@ -1,0 +1,95 @@
+"""Thoughts of an answer, however it is cut into pieces."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onward.v1 import generation_pb2 as pb
+from service.engine.types import FinishReason, SamplingParams
+from service.generator import Accepted, Finished, Piece
+from service.transport.http.answers import ChatAnswer
+from service.transport.http.requests import Asked, decode_chat
+from service.transport.http.thoughts import ThoughtParser
+from service.transport.http.tools import Tools
+from tests.unit.service.transport.http.test_tools import call, tools_of
+
+SPLIT = [
+    # Text, whether it begins within thoughts, thoughts, content.
+    ("<think>\nhm\n\n1 < 2\n</think>\n\nYes.\n", False, "hm\n\n1 < 2", "Yes.\n"),
+    (" \n<think></think>Yes.", False, "", "Yes."),
+    ("\nhm\n</think>\n\nYes.</think>", True, "hm", "Yes.</think>"),
+    ("hm </thin", True, "hm </thin", ""),
+    ("<think>\nhm\n", False, "hm\n", ""),
+    ("Yes.<think>hm</think>", False, "", "Yes.<think>hm</think>"),
+    (" <thi", False, "", " <thi"),
+    ("", True, "", ""),
+]
+
+
+@given(st.sampled_from(SPLIT), st.lists(st.integers(0, 40), max_size=6))
+def test_thoughts_and_text_are_the_same_however_they_come(case: tuple[str, bool, str, str], cuts: list[int]) -> None:
+    text, is_within, *expected = case
+    parser, at = ThoughtParser(is_within=is_within), 0
+    parts = []
+    for cut in sorted(cuts):
+        parts.append(parser.take(text[at:cut]))
+        at = max(at, min(cut, len(text)))
+    parts.append(parser.take(text[at:], is_last=True))
+    assert ["".join(each) for each in zip(*parts, strict=True)] == expected
+
+
+def answering(*, tools: Tools | None = None, form: str = "", is_within: bool = False) -> ChatAnswer:
+    chat = SimpleNamespace(
+        has_tagged_calls=True, has_thoughts=True, begins_within_thoughts=lambda *, enable_thinking: is_within
+    )
+    model: Any = SimpleNamespace(output_tokenizer=None, chat=chat)
+    request = pb.GenerateRequest()
+    if form:
+        request.structured_output.regex = form
+    answer = ChatAnswer(Asked(request=request, tools=tools), SamplingParams(), lambda _: model)
+    answer.accepted(Accepted("id", "m", 3))
+    return answer
+
+
+def message(texts: list[str], **settings: Any) -> dict[str, Any]:
+    """The answer's message, which is the same in a stream."""
+    parts = [Piece(0, text, (1,), ()) for text in texts]
+    end = Finished(0, FinishReason.END_OF_SEQUENCE, None, None)
+    (choice,) = answering(**settings).whole([*parts, end])["choices"]
+    found: dict[str, Any] = choice["message"]
+    streamed = answering(**settings)
+    deltas = [chunk["choices"][0]["delta"] for part in (*parts, end) for chunk in streamed.chunks(part)]
+    for name in ("reasoning_content", "content"):
+        assert "".join(delta.get(name, "") for delta in deltas) == (found.get(name) or "")
+    return found
+
+
+def test_an_answer_has_its_thoughts_in_a_field_of_their_own() -> None:
+    found = message(["<thi", "nk>\nhm\n</think>", "\n\nYes."])
+    assert (found["reasoning_content"], found["content"]) == ("hm", "Yes.")
+    found = message(["hm</th", "ink>", "\nYes."], is_within=True)
+    assert (found["reasoning_content"], found["content"]) == ("hm", "Yes.")
+    assert "reasoning_content" not in message(["Yes."])
+    # What follows a form does so from its first character.
+    assert message(["<think>a</think>b"], form=".*", is_within=True)["content"] == "<think>a</think>b"
+
+
+def test_calls_follow_thoughts() -> None:
+    said = "<think>\n<tool_call>?\n</think>\n\nSo:" + call("f", {"city": "a"})
+    found = message([said[:20], said[20:]], tools=tools_of())
+    assert (found["reasoning_content"], found["content"]) == ("<tool_call>?", "So:")
+    assert [each["function"]["name"] for each in found["tool_calls"]] == ["f"]
+    must = message([call("f", {"city": "a"})], tools=tools_of(tool_choice="required"), form=".*", is_within=True)
+    assert len(must["tool_calls"]) == 1
+
+
+@pytest.mark.parametrize("content", ["Yes.", None, ""])
+def test_earlier_thoughts_are_ahead_of_their_answer_as_templates_look_for_them(content: str | None) -> None:
+    said = {"role": "assistant", "content": content, "reasoning_content": "hm"}
+    asked = decode_chat({"messages": [{"role": "user", "content": "a"}, said]})
+    assert asked.request.chat.messages[1].content == f"<think>\nhm\n</think>\n\n{content or ''}"
