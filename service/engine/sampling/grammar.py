@@ -67,7 +67,13 @@ class Vocabulary:
         matcher = LLMatcher(self.tokens, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
         if matcher.is_error():
             raise GrammarError(shorten_error(matcher.get_error()))
-        return Grammar(self, matcher)
+        # Over a large vocabulary the first mask may take more than over the bytes that the grammar was tried with.
+        made = Grammar(self, matcher)
+        first = made.start()
+        first.mask(np.zeros(len(self.has_text), np.float32))
+        if first.problem is not None:
+            raise GrammarError(first.problem)
+        return made
 
 
 class _Words:

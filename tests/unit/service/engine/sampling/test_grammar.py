@@ -6,6 +6,7 @@ import json
 import random
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import jsonschema
 import numpy as np
@@ -18,7 +19,8 @@ from tokenizers import decoders, models
 from model.spec.generation import GenerationRules
 from model.spec.tokenizer import Tokenizer
 from service.engine.engine import Engine
-from service.engine.sampling.grammar import Matcher, Vocabulary
+from service.engine.sampling import grammar
+from service.engine.sampling.grammar import GrammarError, Matcher, Vocabulary
 from service.engine.scheduler import EngineLimits
 from service.engine.types import (
     BeamSearchParams,
@@ -149,7 +151,7 @@ def test_text_that_the_vocabulary_cannot_spell_is_no_fault_where_another_token_h
     inner.add_special_tokens(names[:2])
     inner.decoder = decoders.Fuse()
     vocabulary = Vocabulary(Tokenizer(inner), len(names), (1,))
-    matcher = vocabulary.compile(describe_grammar("regex", "(yes|yellow) (yes|yellow)")).start()
+    matcher = vocabulary.compile(describe_grammar("regex", "(yes|yellow| ) (yes|yellow)")).start()
     for token_id, forced in ((2, (4,)), (4, ()), (3, ())):
         matcher.add(token_id)
         assert (matcher.forced(), matcher.problem) == (forced, None)
@@ -242,3 +244,12 @@ def test_text_of_choices_and_any_json() -> None:
     value = answer(engine(), asking(StructuredOutput(StructureKind.JSON), seed=3))
     if value[-1].finish_reason is not FinishReason.LENGTH:
         json.loads(text_of(value))
+
+
+def test_a_form_whose_first_mask_is_beyond_the_limits_is_refused_when_it_is_compiled() -> None:
+    texts = tuple(f"{a}{b}" for a in "abcdefgh" for b in "stuvwxyz")
+    asked = StructuredOutput(StructureKind.CHOICE, texts)
+    assert compiled(asked).start().problem is None
+    limits = {**grammar.LIMITS, "step_lexer_fuel": 0}
+    with patch.object(grammar, "LIMITS", limits), pytest.raises(GrammarError, match="too many expressions"):
+        compiled(asked)
