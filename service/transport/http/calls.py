@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Hashable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client import Counter
 
 from service.access import Access
-from service.errors import ClientStalled, DeadlineExceeded, InvalidRequest, RateLimited, RequestError, report_failure
+from service.errors import ClientStalled, InvalidRequest, RateLimited, RequestError, report_failure
 from service.telemetry.tracing import Tracer
 from service.transport.admission import OpenCalls, admitted
 from service.transport.call_log import CallLog
@@ -181,21 +181,9 @@ class Calls:
             body = b""
             if route.method == "POST":
                 _check_headers(exchange)
-                body = await self._read(exchange, caller, deadline)
+                body = await self._bodies.read(exchange, caller, self._max_elements())
             async with exchange.watched():
                 return await route.handler(Request(exchange, body, exchange.path[len(name) :], deadline))
-
-    async def _read(self, exchange: Exchange, caller: Hashable, deadline: float | None) -> bytes:
-        """The body, within the client's deadline."""
-        try:
-            async with asyncio.timeout_at(deadline) as timely:
-                body: bytes = await self._bodies.read(exchange, caller, self._max_elements())
-                return body
-        except TimeoutError as error:
-            if not timely.expired():
-                raise
-            exchange.is_last = True
-            raise DeadlineExceeded("the deadline passed while the request was on its way") from error
 
     async def _fail(self, exchange: Exchange, failure: Failure, max_seconds: float) -> None:
         """Sends an error; of a stream that has begun, as its last event."""
