@@ -15,7 +15,7 @@ import asyncio
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -38,7 +38,7 @@ from service.engine.types import FinishReason, GenerationRequest, StructureKind
 from service.errors import EngineFailed
 from service.telemetry.lifecycle import phases
 from service.telemetry.metrics import TIME_BUCKETS, RequestRecord
-from service.telemetry.tracing import CallContext, CallTrace, NoTracer, RequestTrace
+from service.telemetry.tracing import NOTHING, CallContext, CallTrace, NoTracer, RequestTrace
 
 Attributes = dict[str, AttributeValue]
 
@@ -99,7 +99,9 @@ class OtelTracer:
         self._flushes = flushes
         self._aborts = aborts
 
-    def call(self, path: str, context: CallContext, *, has_many: bool) -> CallTrace:
+    def call(
+        self, path: str, context: CallContext, *, has_many: bool, attributes: Mapping[str, str] = NOTHING
+    ) -> CallTrace:
         """Begins a call's span, below the client's if it sent a `traceparent`."""
         writer = _Writer(self._tracer, self._histograms, time.time_ns() - time.monotonic_ns())
         carrier: defaultdict[str, list[str]] = defaultdict(list)
@@ -110,7 +112,7 @@ class OtelTracer:
             path,
             self._propagator.extract(carrier),
             SpanKind.SERVER,
-            {**_route(path), **_peer(context.peer())},
+            {**_route(path), **_peer(context.peer()), **attributes},
             start_time=writer.now(),
         )
         call = _Call(writer, span, has_many=has_many)

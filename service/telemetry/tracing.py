@@ -9,11 +9,14 @@ exporter. `service.telemetry.otel` is the tracer that exports; `exporting` impor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 from service.engine.types import FinishReason, GenerationRequest
 from service.telemetry.metrics import RequestRecord
+
+NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 class CallContext(Protocol):
@@ -52,13 +55,16 @@ class RequestTrace(Protocol):
 class Tracer(Protocol):
     """Is notified of calls and requests on the event loop."""
 
-    def call(self, path: str, context: CallContext, *, has_many: bool) -> CallTrace:
+    def call(
+        self, path: str, context: CallContext, *, has_many: bool, attributes: Mapping[str, str] = NOTHING
+    ) -> CallTrace:
         """A call begins in this task.
 
         Args:
             path: the method's full name, such as `onward.v1.GenerationService/Generate`, or HTTP's route.
             context: the call's.
             has_many: whether the call may have several requests, each with a span of its own.
+            attributes: what else its transport knows of it, by OpenTelemetry's names.
         """
 
     def request(self, model: str) -> RequestTrace:
@@ -71,7 +77,9 @@ class Tracer(Protocol):
 class NoTracer:
     """Discards everything. It is its own trace of every call and request."""
 
-    def call(self, path: str, context: CallContext, *, has_many: bool) -> CallTrace:
+    def call(
+        self, path: str, context: CallContext, *, has_many: bool, attributes: Mapping[str, str] = NOTHING
+    ) -> CallTrace:
         """Nothing."""
         return self
 

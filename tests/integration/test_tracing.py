@@ -171,6 +171,8 @@ async def test_a_call_over_http_is_a_span_below_its_clients(kept: Kept) -> None:
     assert f"{call.parent.span_id:x}" == "b7ad6b7169203331"
     attributes = attrs(call)
     assert (attributes["http.route"], attributes["http.response.status_code"]) == ("/v1/completions", 200)
+    request = [attributes[name] for name in ("http.request.method", "url.path", "url.scheme")]
+    assert request == ["POST", "/v1/completions", "http"]
     assert (attributes["gen_ai.response.id"], attributes["gen_ai.usage.output_tokens"]) == ("mine", 3)
     assert "error.type" not in attributes
     assert not any(name.startswith("rpc.") for name in attributes)

@@ -145,7 +145,7 @@ class Calls:
             return failure.status, encode({"error": failure.error})
 
     async def _watched(self, exchange: Exchange, name: str, route: Route | None) -> None:
-        trace = self._tracer.call(name, exchange, has_many=False)
+        trace = self._tracer.call(name, exchange, has_many=False, attributes=exchange.attributes)
         started, status, last, failure = time.monotonic(), _OK, b"", None
         with self._open_calls.opened():
             try:

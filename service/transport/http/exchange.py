@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterable, MutableMapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, MutableMapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -16,6 +16,8 @@ from service.transport.http.failures import Refusal
 from service.transport.places import current_place
 
 JSON, EVENTS = "application/json", "text/event-stream"
+# Those that OpenTelemetry knows, as a client may invent any.
+_METHODS = frozenset({"CONNECT", "DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT", "TRACE"})
 # The part of an answer that the connection takes at once: more waits until the client has taken it.
 _PART_BYTES = 64 << 10
 
@@ -33,6 +35,7 @@ class Exchange:
     def __init__(self, scope: Message, receive: Any, send: Any, max_stall_seconds: float) -> None:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
+        self._scheme: str = scope["scheme"]
         self._headers = tuple((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"])
         host, port = scope["client"] or ("", 0)
         self._peer = f"ipv6:%5B{host}%5D:{port}" if ":" in host else f"ipv4:{host}:{port}"
@@ -50,6 +53,12 @@ class Exchange:
     def peer(self) -> str:
         """The client's address, as gRPC spells it."""
         return self._peer
+
+    @property
+    def attributes(self) -> Mapping[str, str]:
+        """Of the call's span, by OpenTelemetry's conventions; the path is without its query, which may hold secrets."""
+        method = self.method if self.method in _METHODS else "_OTHER"
+        return {"http.request.method": method, "url.path": self.path, "url.scheme": self._scheme}
 
     def header(self, name: str) -> str | None:
         """A header; None where it is absent.
