@@ -8,9 +8,10 @@ does so itself for requests with stop strings. Knows neither protobuf nor gRPC.
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Sequence
-from contextlib import aclosing, contextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -230,9 +231,11 @@ class Generator:
         model.check_stop_token_ids(call.stopping.stop_token_ids)
         num_bytes = text_size(call.prompt) + text_size(call.target_prefix)
         tenant, asked = current_caller().tenant, call.structured_output
-        token_ids, prefix_token_ids, arrays = await self._texts.run(tenant, num_bytes, _encode, model, call)
-        grammar = None if asked is None else await self._grammars.compile(tenant, model.vocabulary, asked)
         seconds = [limit for limit in (call.timeout_seconds, time_remaining) if limit is not None]
+        # A partial answer is the engine's to give, also one without tokens.
+        async with within(arrival + min(seconds) if seconds and not call.partial_on_deadline else None):
+            token_ids, prefix_token_ids, arrays = await self._texts.run(tenant, num_bytes, _encode, model, call)
+            grammar = None if asked is None else await self._grammars.compile(tenant, model.vocabulary, asked)
         return GenerationRequest(
             request_id=call.request_id,
             model=model.name,
@@ -282,6 +285,23 @@ def _unwanted(request: GenerationRequest) -> frozenset[FinishReason]:
     """The finish reasons of an output that end the call with an error."""
     cancelled = frozenset({FinishReason.CANCELLED})
     return cancelled if request.partial_on_deadline else cancelled | {FinishReason.DEADLINE}
+
+
+@asynccontextmanager
+async def within(deadline: float | None) -> AsyncIterator[None]:
+    """Ends what precedes a request at its deadline, of `time.monotonic`; from then on the engine does.
+
+    Raises:
+        DeadlineExceeded: when the deadline passes in the block.
+    """
+    limit = asyncio.timeout(None if deadline is None else deadline - time.monotonic())
+    try:
+        async with limit:
+            yield
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        raise DeadlineExceeded("the deadline passed before the request was ready for the queue") from error
 
 
 def _require_complete(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from typing import Any
+from unittest.mock import patch
 
 import openai as library
 import pytest
@@ -12,9 +13,10 @@ from openai import OpenAI
 
 from service.config import Admission
 from service.engine.types import FinishReason, GenerationRequest, TokenEvent
+from service.repository.grammars import Grammars
 from service.runtime.async_engine import AsyncEngine
 from tests.fakes import EOS, FakeRunner, Gate, spell
-from tests.http_calls import POLITE, ask, openai, serving, url
+from tests.http_calls import POLITE, ask, connect, openai, read_answer, request_bytes, serving, url
 from tests.scripted import ScriptedEngine, token
 from tests.servers import MODEL, SLOTS, eventually, served_model
 
@@ -128,6 +130,20 @@ async def test_an_error_before_the_first_token_has_a_status_of_its_own() -> None
         held.cancel()
         assert (late.status, late.error["code"]) == (504, "deadline_exceeded")
         assert late.headers["x-should-retry"] == "false"
+
+
+async def test_the_headers_deadline_ends_a_body_that_does_not_come_and_a_form_that_waits() -> None:
+    async with serving() as server:
+        reader, writer = await connect(server)
+        writer.write(request_bytes("/v1/completions", b"", {"content-length": "9", "x-request-timeout": "0.1"}))
+        assert (await read_answer(reader)).status == 504
+        writer.close()
+        never = asyncio.Event()
+        with patch.object(Grammars, "compile", lambda *_: never.wait()):
+            fields = {"prompt": "ab", "structured_outputs": {"regex": "a+"}}
+            late = await ask(server, "/v1/completions", fields, {"x-request-timeout": "0.1"})
+        assert (late.status, late.error["code"]) == (504, "deadline_exceeded")
+        assert (await ask(server, "/v1/completions", {"prompt": "ab", "max_tokens": 2})).status == 200
 
 
 async def test_draws_have_their_own_choices_streamed_and_not() -> None:

@@ -18,6 +18,7 @@ from prometheus_client import Counter
 
 from service.access import Access
 from service.errors import ClientStalled, InvalidRequest, RateLimited, RequestError, report_failure
+from service.generator import within
 from service.telemetry.tracing import Tracer
 from service.transport.admission import OpenCalls, admitted
 from service.transport.call_log import CallLog
@@ -181,7 +182,8 @@ class Calls:
             body = b""
             if route.method == "POST":
                 _check_headers(exchange)
-                body = await self._bodies.read(exchange, caller, self._max_elements())
+                async with within(deadline):
+                    body = await self._bodies.read(exchange, caller, self._max_elements())
             async with exchange.watched():
                 return await route.handler(Request(exchange, body, exchange.path[len(name) :], deadline))
 

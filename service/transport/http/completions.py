@@ -15,7 +15,7 @@ from urllib.parse import quote
 from service.access import current_caller
 from service.config import RequestLimits
 from service.errors import AnswerTooLarge, UnsupportedFeature
-from service.generator import Accepted, GenerateCall, Generator, Part, Piece
+from service.generator import Accepted, GenerateCall, Generator, Part, Piece, within
 from service.process.text_pool import LONG_BYTES, TextPool
 from service.repository.entry import Models
 from service.repository.models import Conversation
@@ -81,11 +81,13 @@ class Completions:
         prompt: str,
         names: Mapping[str, str],
     ) -> bytes:
-        values = await self.parsed(request)
+        async with within(request.deadline):
+            values = await self.parsed(request)
         if values.get("max_completion_tokens") is not None:
             names = {**names, "stopping.max_tokens": "max_completion_tokens"}
         with self._generator.counting_refusal(_model(values)):
-            asked, call = await self._off_loop(len(request.body), self._decoded, values, decode, prompt, names)
+            async with within(request.deadline):
+                asked, call = await self._off_loop(len(request.body), self._decoded, values, decode, prompt, names)
         locating = nullcontext() if asked.tools is None else asked.tools.locating()
         with renaming(prompt, {**names, **asked.names}), locating:
             answer = kind(asked, call.sampling, self._models.resolve)
