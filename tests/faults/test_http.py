@@ -113,6 +113,17 @@ async def test_a_body_that_does_not_come_is_ended() -> None:
         assert await is_well(server)
 
 
+async def test_a_body_that_comes_behind_its_deadline_is_ended() -> None:
+    async with serving() as server:
+        reader, writer = await connect(server)
+        head = request_bytes("/v1/completions", b"", {"content-length": "100", "x-request-timeout": "0.2"}, "POST")
+        writer.write(head + b'{"prompt":')
+        answer = await read_answer(reader)
+        assert (answer.status, answer.error["code"]) == (504, "deadline_exceeded")
+        assert await reader.read() == b""
+        writer.close()
+
+
 async def test_what_is_pipelined_behind_a_request_is_not_served() -> None:
     async with serving() as server:
         twice = request_bytes(COMPLETIONS, FIELDS) + request_bytes(COMPLETIONS, {**FIELDS, "max_tokens": 1})

@@ -80,13 +80,14 @@ class Answer:
                     yield self._named(self.chunk_kind, [], cost=_cost(part))
                 if self._asked.includes_usage:
                     costs = {} if part.cost is None else {"cost": _cost(part)}
-                    yield self._named(self.chunk_kind, [], usage=usage(part), **costs)
+                    yield self._named(self.chunk_kind, [], usage=self._totals(part), **costs)
 
     def whole(self, parts: Sequence[Part]) -> Values:
         """The answer from all parts of a request."""
         pieces: defaultdict[int, list[Piece]] = defaultdict(list)
         ends: dict[int, Finished] = {}
         totals: Values = {}
+        outcome: Outcome | None = None
         for part in parts:
             match part:
                 case Piece(index):
@@ -94,9 +95,7 @@ class Answer:
                 case Finished(index):
                     ends[index] = part
                 case Outcome():
-                    totals = {"usage": usage(part)}
-                    if part.cost is not None:
-                        totals["cost"] = _cost(part)
+                    outcome = part
         choices = []
         for index, end in sorted(ends.items()):
             own = pieces[index]
@@ -106,7 +105,12 @@ class Answer:
             joined = Piece(index, text, token_ids, logprobs)
             described = self._logprobs(index, joined) if self._asked.num_top is not None else None
             choices.append(self._ended(self._whole_choice(index, text, described, token_ids), end))
+        if outcome is not None:
+            totals = {"usage": self._totals(outcome)} | ({} if outcome.cost is None else {"cost": _cost(outcome)})
         return self._named(self.kind, choices, **totals)
+
+    def _totals(self, outcome: Outcome) -> Values:
+        return usage(outcome)
 
     def _named(self, kind: str, choices: list[Values], **others: Any) -> Values:
         named = {"id": f"{self.prefix}{self.request_id}", "object": kind, "created": self._created}
@@ -169,12 +173,14 @@ class ChatAnswer(Answer):
             yield self._chunk({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
 
     def _choice(self, index: int, text: str, logprobs: Values | None, token_ids: Sequence[int]) -> Values:
+        self._count(index, token_ids)
         delta = self._delta(index, text) or ({"content": ""} if logprobs else {})
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None} | self._token_ids(
             token_ids
         )
 
     def _whole_choice(self, index: int, text: str, logprobs: Values | None, token_ids: Sequence[int]) -> Values:
+        self._count(index, token_ids)
         delta = self._delta(index, text, is_last=True)
         calls = [{name: call[name] for name in ("id", "type", "function")} for call in delta.get("tool_calls", ())]
         content = delta.get("content") if calls else delta.get("content", "")
@@ -188,9 +194,7 @@ class ChatAnswer(Answer):
         calls: list[Values] = []
         thoughts, content = "", text
         if self._may_think:
-            if (thinking := self._thoughts.get(index)) is None:
-                thinking = self._thoughts[index] = ThoughtParser(is_within=self._begins_within_thoughts)
-            thoughts, content = thinking.take(text, is_last=is_last)
+            thoughts, content = self._thinking(index).take(text, is_last=is_last)
         if self._asked.tools is not None:
             if (parser := self._parsers.get(index)) is None:
                 call_id = f"call_{self.request_id}_{index}"
@@ -198,6 +202,21 @@ class ChatAnswer(Answer):
             content, calls = parser.take(content, is_last=is_last)
         parts = {FIELD: thoughts, "content": content, "tool_calls": calls}
         return {name: value for name, value in parts.items() if value}
+
+    def _thinking(self, index: int) -> ThoughtParser:
+        if (parser := self._thoughts.get(index)) is None:
+            parser = self._thoughts[index] = ThoughtParser(is_within=self._begins_within_thoughts)
+        return parser
+
+    def _count(self, index: int, token_ids: Sequence[int]) -> None:
+        if self._may_think:
+            for token_id in token_ids:
+                self._thinking(index).count(self._tokenizer.token_bytes(token_id))
+
+    def _totals(self, outcome: Outcome) -> Values:
+        num_tokens = sum(each.num_tokens for each in self._thoughts.values())
+        details = {"completion_tokens_details": {"reasoning_tokens": num_tokens}} if self._may_think else {}
+        return super()._totals(outcome) | details
 
     def _ended(self, choice: Values, end: Finished) -> Values:
         ended = super()._ended(choice, end)

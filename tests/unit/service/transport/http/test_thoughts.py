@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from onward.v1 import generation_pb2 as pb
 from service.engine.types import FinishReason, SamplingParams
-from service.generator import Accepted, Finished, Piece
+from service.generator import Accepted, Finished, Part, Piece
 from service.transport.http.answers import ChatAnswer
 from service.transport.http.requests import Asked, decode_chat
 from service.transport.http.thoughts import ThoughtParser
@@ -47,7 +48,9 @@ def answering(*, tools: Tools | None = None, form: str = "", is_within: bool = F
     chat = SimpleNamespace(
         has_tagged_calls=True, has_thoughts=True, begins_within_thoughts=lambda *, enable_thinking: is_within
     )
-    model: Any = SimpleNamespace(output_tokenizer=None, chat=chat)
+    # Each token is a letter, as far as these are counted.
+    tokenizer = SimpleNamespace(token_bytes=lambda token_id: bytes([token_id]))
+    model: Any = SimpleNamespace(output_tokenizer=tokenizer, chat=chat)
     request = pb.GenerateRequest()
     if form:
         request.structured_output.regex = form
@@ -58,12 +61,12 @@ def answering(*, tools: Tools | None = None, form: str = "", is_within: bool = F
 
 def message(texts: list[str], **settings: Any) -> dict[str, Any]:
     """The answer's message, which is the same in a stream."""
-    parts = [Piece(0, text, (1,), ()) for text in texts]
-    end = Finished(0, FinishReason.END_OF_SEQUENCE, None, None)
-    (choice,) = answering(**settings).whole([*parts, end])["choices"]
+    parts: list[Part] = [Piece(0, text, tuple(text.encode()), ()) for text in texts]
+    parts.append(Finished(0, FinishReason.END_OF_SEQUENCE, None, None))
+    (choice,) = answering(**settings).whole(parts)["choices"]
     found: dict[str, Any] = choice["message"]
     streamed = answering(**settings)
-    deltas = [chunk["choices"][0]["delta"] for part in (*parts, end) for chunk in streamed.chunks(part)]
+    deltas = [chunk["choices"][0]["delta"] for part in parts for chunk in streamed.chunks(part)]
     for name in ("reasoning_content", "content"):
         assert "".join(delta.get(name, "") for delta in deltas) == (found.get(name) or "")
     return found
@@ -77,6 +80,21 @@ def test_an_answer_has_its_thoughts_in_a_field_of_their_own() -> None:
     assert "reasoning_content" not in message(["Yes."])
     # What follows a form does so from its first character.
     assert message(["<think>a</think>b"], form=".*", is_within=True)["content"] == "<think>a</think>b"
+
+
+@given(st.sampled_from(SPLIT), st.lists(st.integers(0, 40), max_size=6))
+def test_tokens_of_thoughts_are_counted_up_to_their_end(case: tuple[str, bool, str, str], cuts: list[int]) -> None:
+    text, is_within, thoughts, _ = case
+    parser = ThoughtParser(is_within=is_within)
+    places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    tokens = [text[a:b] for a, b in itertools.pairwise(places) if a < b]
+    for token in tokens:
+        parser.count(token.encode())
+    ends = "</think>" in text and (is_within or text.lstrip().startswith("<think>"))
+    end = text.index("</think>") + len("</think>") if ends else len(text)
+    # Those that begin ahead of the end of thoughts.
+    expected = sum(at < end for at in sorted(set(places))[:-1]) if thoughts or ends else 0
+    assert parser.num_tokens == expected
 
 
 def test_calls_follow_thoughts() -> None:
