@@ -55,6 +55,10 @@ class Vocabulary:
         words: Any = _Words(tokenizer, later, tokens, special, self.eos_ids.tolist())
         self.tokens = LLTokenizer(words, eos_token=self.eos_ids.tolist() or None)
         self.num_words = (self.tokens.vocab_size + 31) // 32
+        # As llguidance's masks: a bit for each token, the lowest first.
+        bits = np.zeros(32 * self.num_words, np.bool_)
+        bits[:vocab_size] = self.has_text
+        self.text_words = np.packbits(bits, bitorder="little").view(np.int32)
 
     def compile(self, grammar: str) -> Grammar:
         """Compiles what `describe_grammar` wrote. The interpreter's lock is free meanwhile.
@@ -153,6 +157,7 @@ class Matcher:
         self._may_end = may_end
         self._is_beginning = is_beginning
         self._words = np.zeros(vocabulary.num_words, np.int32)
+        self._address = self._words.ctypes.data
         self.is_complete = False
         self.problem: str | None = None
 
@@ -168,19 +173,22 @@ class Matcher:
 
     def mask(self, row: Float32) -> None:
         """Masks the logits `[V] float32` of tokens that the grammar forbids, in place: all where it has a problem."""
-        vocabulary, size = self._vocabulary, len(row)
-        self._inner.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
+        vocabulary, words = self._vocabulary, self._words
+        self._inner.unsafe_compute_mask_ptr(self._address, words.nbytes)
         if self._has_failed():
             row.fill(-np.inf)
             return
-        bits = np.unpackbits(self._words.view(np.uint8), bitorder="little").view(bool)
         if self._is_beginning:
-            allowed = bits[vocabulary.first_ids] & vocabulary.begins_text
+            bits = np.unpackbits(words.view(np.uint8), bitorder="little").view(np.bool_)
+            forbidden = ~(bits[vocabulary.first_ids] & vocabulary.begins_text)
         else:
-            allowed = bits[:size] & vocabulary.has_text
+            np.bitwise_and(words, vocabulary.text_words, out=words)
+            np.bitwise_not(words, out=words)
+            forbidden = np.unpackbits(words.view(np.uint8), count=len(row), bitorder="little").view(np.bool_)
         if self._may_end and self._inner.is_accepting():
-            allowed[vocabulary.eos_ids] = True
-        row[~allowed] = -np.inf
+            forbidden[vocabulary.eos_ids] = False
+        # A third of the time of an assignment by index.
+        np.copyto(row, -np.inf, where=forbidden)
 
     def forced(self) -> tuple[int, ...]:
         """The tokens that must follow, by the model's tokenizer; none at the beginning of a text."""
