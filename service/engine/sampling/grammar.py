@@ -22,6 +22,7 @@ Float32 = npt.NDArray[np.float32]
 
 # Longer texts are split at the longest tokens: the model's tokenizer takes microseconds per byte.
 _MAX_CANONICAL_BYTES = 256
+_MAX_KNOWN_TEXTS = 1024
 
 
 class GrammarError(ValueError):
@@ -104,14 +105,22 @@ class _Words:
             if token and token_id not in eos_ids:
                 self._ids.setdefault(token, token_id)
         self._longest = max(map(len, self._ids), default=0)
+        # What a grammar forces, it forces again and again, within a step.
+        self._known: dict[bytes, list[int]] = {}
 
     def __call__(self, text: bytes | str) -> list[int]:
         data = text.encode() if isinstance(text, str) else text
-        if len(data) <= _MAX_CANONICAL_BYTES:
-            ids = self._tokenizer.encode_plain(data.decode())
-            if b"".join(self._spelled[token_id] for token_id in ids) == data:
-                return ids
-        return self._split(data)
+        if len(data) > _MAX_CANONICAL_BYTES:
+            return self._split(data)
+        if (ids := self._known.get(data)) is None:
+            if len(self._known) >= _MAX_KNOWN_TEXTS:
+                self._known.clear()
+            ids = self._known[data] = self._tokenize(data)
+        return ids
+
+    def _tokenize(self, data: bytes) -> list[int]:
+        ids = self._tokenizer.encode_plain(data.decode())
+        return ids if b"".join(self._spelled[token_id] for token_id in ids) == data else self._split(data)
 
     def _split(self, data: bytes) -> list[int]:
         """The longest tokens from left to right, up to where there is none."""
