@@ -58,7 +58,7 @@ class Vocabulary:
         self.num_words = (self.tokens.vocab_size + 31) // 32
         # As llguidance's masks: a bit for each token, the lowest first.
         bits = np.zeros(32 * self.num_words, np.bool_)
-        bits[:vocab_size] = self.has_text
+        bits[: len(self.has_text)] = self.has_text
         self.text_words = np.packbits(bits, bitorder="little").view(np.int32)
 
     def compile(self, grammar: str) -> Grammar:
