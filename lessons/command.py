@@ -39,16 +39,24 @@ LESSONS: tuple[Lesson, ...] = (
 """In their order; numbers count from 1."""
 
 
+_TARGET, _TEXT = "127.0.0.1:8001", "May 3, 1987"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the lessons and returns the exit status."""
-    options = _parser().parse_args(arguments)
-    if options.served:
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.served is None and (options.target or options.text):
+        parser.error("--target and --text go with --served")
+    if options.served is not None:
+        if options.docs is not None:
+            parser.error("--docs does not go with --served")
         if options.name != encoder_decoder.LESSON.name:
-            _parser().error(f"--served needs the lesson {encoder_decoder.LESSON.name}")
+            parser.error(f"--served needs the lesson {encoder_decoder.LESSON.name}")
         # Imported late: only this needs gRPC.
         from lessons.served import show
 
-        return show(options.served, options.text, options.target, options.out)
+        return show(options.served, options.text or _TEXT, options.target or _TARGET, options.out)
     folder: Path = options.docs or options.out
     folder.mkdir(parents=True, exist_ok=True)
     # More threads gain nothing on matrices of this size, and one gives the same sums everywhere.
@@ -102,6 +110,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--served", metavar="MODEL", help="with encoder-decoder: draw a request to this model of a running server"
     )
-    parser.add_argument("--target", default="127.0.0.1:8001", metavar="HOST:PORT", help="address of that server")
-    parser.add_argument("--text", default="May 3, 1987", help="source text of that request (May 3, 1987)")
+    parser.add_argument("--target", metavar="HOST:PORT", help=f"address of that server ({_TARGET})")
+    parser.add_argument("--text", help=f"source text of that request ({_TEXT})")
     return parser

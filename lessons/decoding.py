@@ -57,7 +57,8 @@ def choices(page: Page, model: EncoderDecoder, words: tuple[str, ...], pair: Pai
     written = page.call(reference.greedy, model, [], pair.source, max_tokens=4, eos_ids=(EOS_ID,), start_id=BOS_ID)
     page.say(
         "Beams follow several continuations at once and compare whole outputs by their log-probability over their "
-        "length; greedy decoding, which follows one, writes “{written}”.",
+        "length, the score: a longer output may win with a lower log-probability. Greedy decoding, which follows one, "
+        "writes “{written}”.",
         written=" ".join(words[token] for token in written),
     )
     page.table("beam search", ("rank", "output", "log-probability", "score"), rows, 3)

@@ -45,8 +45,9 @@ def fill(page: Page) -> None:
     """Fills the page."""
     page.say(
         "In training a decoder reads the whole target at once. The mask sets the scores above the diagonal to -∞ "
-        "before the softmax: a word attends to itself and to those before it. The notes leave these scores blank; ours "
-        "are the largest of all, so that the mask has something to remove."
+        "before the softmax: a word attends to itself and to those before it. The notes print -∞ there, the mask's "
+        "result; the scores in its place are ours, the largest of all, so that the mask has something to remove. They "
+        "name no width; we take their other example's."
     )
     scores, width = torch.from_numpy(page.given("on_your_life_scores")), page.given("head_width")
     q, k = torch.zeros(1, 1, len(scores), width, dtype=torch.float64), torch.eye(len(scores), width)[None, None]

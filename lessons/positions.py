@@ -35,9 +35,11 @@ def fill(page: Page) -> None:
         "and both ways to compute the angles."
     )
     _degrees(page)
-    table = page.call(sinusoidal_table, _LENGTH, _WIDTH)
+    frequencies = page.call(base_frequencies, _WIDTH, page.notes.frequency_base)
+    angles = torch.outer(torch.arange(_LENGTH), frequencies)
+    halves = torch.cat((angles.sin(), angles.cos()), -1)
     rows = [
-        (str(offset), *(table[start] @ table[start + offset] / table[start].norm() ** 2 for start in (0, _START)))
+        (str(offset), *(halves[start] @ halves[start + offset] / halves[start].norm() ** 2 for start in (0, _START)))
         for offset in _OFFSETS
     ]
     page.table(
@@ -48,21 +50,21 @@ def fill(page: Page) -> None:
     )
     page.say("It depends on the offset alone, since the same rotation takes every position to the one δ later:")
     page.code(shift)
-    halves = page.call(sinusoidal_table, _LENGTH, _WIDTH, interleaved=False)
-    turned = page.call(shift, halves, _OFFSET, page.call(base_frequencies, _WIDTH, page.notes.frequency_base))
+    turned = page.call(shift, halves, _OFFSET, frequencies)
     page.show(f"position {_START} turned by {_OFFSET}, first numbers", turned[_START, :_SHOWN], 3)
     page.show(f"position {_START + _OFFSET}, the same", halves[_START + _OFFSET, :_SHOWN], 3)
     learned = _trained(page)
     labels = [str(position) for position in range(_LENGTH)]
+    table = page.call(sinusoidal_table, _LENGTH, _WIDTH)
     page.heat("sinusoids", labels, [str(column) for column in range(_WIDTH)], (table + 1) / 2)
     page.heat("their cosines", labels, labels, _cosines(table))
     few = labels[: len(learned)]
     page.heat("learned: cosines", few, few, _cosines(learned))
     page.look(
         "Left: the first columns have the highest frequencies. (The notes say that a smaller i does it; it is a "
-        "smaller j, the column's number.) Middle: similarity depends on the distance alone, so there are bands along "
-        "the diagonal. Right: learned positions are similar only where the task makes them so. Shades run from each "
-        "map's lowest value to its highest."
+        "smaller j, which they call the feature's index and which numbers pairs of columns.) Middle: similarity "
+        "depends on the distance alone, so there are bands along the diagonal. Right: learned positions are similar "
+        "only where the task makes them so. Shades run from each map's lowest value to its highest."
     )
 
 
@@ -81,7 +83,9 @@ def _degrees(page: Page) -> None:
     tables = [torch.stack((each.sin(), each.cos()), -1).flatten(1) for each in (angles, torch.deg2rad(angles))]
     radians, degrees = tables
     page.show("positions in radians, as the paper and our model have them", radians, 3, SHOW_ME)
-    page.show("the model's own table", page.call(sinusoidal_table, len(SHOW_ME), width), 3, SHOW_ME)
+    page.show(
+        "the model's own table, whose base is the paper's", page.call(sinusoidal_table, len(SHOW_ME), width), 3, SHOW_ME
+    )
     page.compare("positions_in_degrees", degrees, rows=SHOW_ME)
     page.show("positions in degrees, with more digits", degrees, 4, SHOW_ME)
     page.compare("money_with_position", embeddings[MONEY_POSITION] + degrees[MONEY_POSITION])

@@ -71,14 +71,14 @@ def _show_me(page: Page) -> None:
     """The notes' attention filter, its weights applied to the words' embeddings."""
     page.say(
         "The notes print such weights for “Show me the money”, their attention filter: a row for each query, a column "
-        "for each key. Below it are the words' embeddings, which are the values here."
+        "for each key. Below it are the words' embeddings, which are the values here. They print no scores: ours are "
+        "the logarithms of their weights, whose softmax gives the weights back."
     )
     given, x = (torch.from_numpy(page.given(name)) for name in ("show_me_weights", "show_me_embeddings"))
-    # The notes print no scores: logarithms of the weights are scores that give them.
     q, k = given.log()[None, None], torch.eye(len(SHOW_ME), dtype=torch.float64)[None, None]
     weights = page.call(attention_weights, page.call(dot_scores, q, k, scale=1.0))[0, 0]
     output = page.call(attend, q, k, x[None, None], score=partial(dot_scores, scale=1.0))[0, 0]
-    page.show("attention filter, computed", weights, rows=SHOW_ME)
+    page.show("attention filter, from its logarithms", weights, rows=SHOW_ME)
     page.show("each word's output, with the embeddings as values", output, rows=SHOW_ME)
     away = weights - weights.diag().diag()
     after = [(word, SHOW_ME[int(row.argmax())], row.max()) for word, row in zip(SHOW_ME, away, strict=True)]

@@ -57,7 +57,8 @@ def index(lessons: Sequence[tuple[str, Lesson]]) -> str:
                     "The lessons follow a set of lecture notes, “the notes”, which are not part of this repository. "
                     "Where the notes print a number, it stands beside the one computed here, with its section, and "
                     "mistakes of the notes are named. Losses are in nats: a loss of ln 8 is a blind guess among eight. "
-                    "Trained numbers differ in their last digits between processors."
+                    "Trained numbers differ in their last digits between processors. `page.call(f, …)` in the code is "
+                    "f(…), and notes f's name for the list at a page's end."
                 ),
                 "\n".join(lines),
                 "A student's questions, each with its picture: [questions](../questions.md).",

@@ -12,6 +12,7 @@ from onward import NO_RETRIES, CallError, Client
 from onward.v1 import generation_pb2 as pb
 from service.commands.connection import connection
 from service.config import ConnectionConfig
+from service.errors import StartupError
 from service.explain.attention_page import labels, means
 
 _FAILED = 1
@@ -24,7 +25,7 @@ def show(model: str, text: str, target: str, out: Path) -> int:
         channel = connection(ConnectionConfig(target=target), max_answer_bytes=_NO_LIMIT)
         with Client(channel, retries=NO_RETRIES) as client:
             response = client.explain(text, model=model)
-    except CallError as error:
+    except (CallError, StartupError) as error:
         sys.stderr.write(f"{error}\n")
         return _FAILED
     lesson = Lesson("encoder-decoder-served", f"Encoder and decoder: {model} at {target}", lambda _: None)

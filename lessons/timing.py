@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from lessons import small
 from lessons.frame import Page
-from model.nn.attention import attend_fused
-from model.nn.transformer import Transformer, build
+from model.nn.attention import SelfAttention, attend_fused, join_heads
+from model.nn.transformer import DecoderOnly, Transformer, build
 from model.spec import cost
 from model.spec.config import ModelConfig
 
@@ -34,6 +34,8 @@ def measure(page: Page, config: ModelConfig) -> list[tuple[Any, ...]]:
     Each time is the fastest of interleaved rounds: what else runs on the machine only adds.
     """
     model = build(config, page.seed).eval()
+    if not isinstance(model, DecoderOnly):
+        raise TypeError("a model of one family is expected")
     runs = {length: (_whole(page, model, length), _token(page, model, length)) for length in LENGTHS}
     fastest = dict.fromkeys(LENGTHS, (math.inf, math.inf))
     with torch.inference_mode():
@@ -61,16 +63,26 @@ def _whole(page: Page, model: Transformer, length: int) -> Callable[[], object]:
     return lambda: page.call(model, ids)
 
 
-def _token(page: Page, model: Transformer, length: int) -> Callable[[], object]:
-    """One token through all layers, and its attention to so many cached keys and values in each."""
-    config = model.config
-    token = torch.zeros(1, 1, dtype=torch.int64)
-    q = small.normal(page.seed, 1, config.num_heads, 1, config.head_dim)
-    k = small.normal(page.seed + 1, 1, config.num_heads, length, config.head_dim)
+def _token(page: Page, model: DecoderOnly, length: int) -> Callable[[], object]:
+    """The last of so many tokens through all layers: its keys and values join those cached of the tokens before it."""
+    ids = torch.randint(model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(page.seed))
+    cached: dict[nn.Module, tuple[Tensor, Tensor]] = {}
 
-    def run() -> None:
-        page.call(model, token)
-        for _ in range(config.num_layers):
-            page.call(attend_fused, q, k, k)
+    def attend_self(module: SelfAttention, x: Tensor) -> Tensor:
+        q, k, v = module.split(page.call(module.project, x))
+        if module not in cached:
+            cached[module] = k, v
+            return join_heads(attend_fused(q, k, v, is_causal=True))
+        keys, values = cached[module]
+        keys[:, :, -1:], values[:, :, -1:] = k, v
+        return join_heads(page.call(attend_fused, q, keys, values))
 
-    return run
+    def read(first: int) -> Tensor:
+        hidden = model.embed(ids[:, first:], torch.arange(first, length))
+        for layer in model.layers:
+            hidden = layer(hidden, attend_self)
+        return model.unembed(model.final_norm(hidden[:, -1:]))
+
+    with torch.inference_mode():
+        read(0)
+    return lambda: read(length - 1)

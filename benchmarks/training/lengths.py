@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from model.data import dates
 from model.data.batches import IGNORED, Batch, Pair, pad
-from model.nn.attention import CrossAttention, SelfAttention, attend, join_heads, padding_mask, split_heads
+from model.nn.attention import CrossAttention, SelfAttention, attend_fused, join_heads, padding_mask, split_heads
 from model.nn.networks import Translator, build
 from model.nn.recurrent import RecurrentEncoderDecoder
 from model.nn.transformer import DecoderOnly, num_parameters
@@ -79,7 +79,8 @@ TIMED = (Network.FIXED, Network.ATTENTION, Network.TRANSFORMER)
 class Training:
     """One training; `longest` bounds the sources, `batch_tokens` sources and targets of a batch.
 
-    `rate` is the peak of Muon, which takes the matrices of linear layers.
+    `rate` is the peak of Muon, which takes the matrices of linear layers; AdamW has a tenth of it for the rest,
+    which is most of a recurrent network.
     """
 
     job: Job
@@ -113,7 +114,7 @@ def train_config(training: Training) -> TrainConfig:
         steps=training.steps,
         batch_tokens=training.batch_tokens,
         optimizer=OptimizerName.MUON,
-        learning_rate=2e-3,
+        learning_rate=training.rate / 10,
         matrix_learning_rate=training.rate,
         precision=TrainPrecision.FP32,
         device=TrainDevice.CPU,
@@ -254,14 +255,14 @@ def stepper(model: Translator, sources: Tensor, lengths: Tensor, written: Tensor
         q, k, v = module.split(module.project(x))
         if module not in past:
             past[module] = k, v
-            return join_heads(attend(q, k, v, is_causal=True))
+            return join_heads(attend_fused(q, k, v, is_causal=True))
         before = past[module]
-        return join_heads(attend(q, torch.cat((before[0], k), dim=2), torch.cat((before[1], v), dim=2)))
+        return join_heads(attend_fused(q, torch.cat((before[0], k), dim=2), torch.cat((before[1], v), dim=2)))
 
     def attend_cross(module: CrossAttention, x: Tensor) -> Tensor:
         if module not in past:
             past[module] = module.project_memory(memory)
-        return join_heads(attend(split_heads(module.project_query(x), module.head_dim), *past[module], mask))
+        return join_heads(attend_fused(split_heads(module.project_query(x), module.head_dim), *past[module], mask))
 
     def read(tokens: Tensor, first: int) -> Tensor:
         hidden = model.embed(tokens, torch.arange(first, first + tokens.shape[1]))

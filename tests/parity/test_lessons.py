@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from functools import wraps
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ import torch
 from lessons import command, notes, paper, served, small
 from lessons.frame import Lesson, Page
 from lessons.notes import BANK, MONEY_POSITION, NOTES, Notes
-from lessons.render import markdown
+from lessons.render import index, markdown
 from model.__main__ import main
 from onward.v1 import generation_pb2 as pb
 from tests.environment import ROOT
@@ -49,7 +50,7 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(small, "train", briefly)
 
 
-def changed(value: object) -> object:
+def changed(value: object) -> Any:
     """Another input of the same kind: distributions stay distributions, widths stay even."""
     if isinstance(value, int):
         return 2 * value
@@ -134,6 +135,37 @@ def test_every_printed_number_follows_its_input(name: str) -> None:
             stayed = [key for key, value in found.items() if not differs(value, after.values[key])]
             # Only one of the two sentences' products follows.
             assert len(stayed) == (2 if beginning == "three shares multiplied" else 0), (given, stayed)
+
+
+# What neither an input nor the seed moves, in trainings of three steps: sizes, a fixed vocabulary's words, and limits.
+UNMOVED = re.compile(
+    r"steps|symbols|length|heads|floor|layers|width|paper|crossover|memory|own|parameters|total|tokens|updates|day"
+    r"|processor|written|.*, (numbers in memory|parameters|steps|tokens left|scores, MiB|share n²|(tokens )?right"
+    r"|tokens right, (forced|free)|whole dates right|reversed right|exponent|exponent, cached|reads|predicts)"
+    r"|after itself each word looks at, .*, at|one query, three systems, database, a query nearby, answer"
+    r"|cosine of .*, the word and its position, .*|free running, .*|padding mask of two sources"
+    r"|.*with the mask, difference|share of the next token, (greedy|top-k 3), \d|most probable next tokens, 1, token"
+    r"|the model's own table.*"
+    r"|dot product with a later position, relative to its own, 0, .*"
+)
+
+
+@pytest.mark.parametrize("name", LESSONS)
+@pytest.mark.usefixtures("brief")
+def test_a_number_that_nothing_moves_is_a_size_or_a_limit(name: str) -> None:
+    page, moved = LESSONS[name].run(), set()
+    runs = [LESSONS[name].run(seed=1)]
+    inputs = [each for each in page.used if each not in notes.results()]
+    if name == "encoder-decoder":  # the paper's figures, which alone use inputs
+        page.values |= (paper_page := Lesson("paper", "", paper.figures).run()).values
+        assert set(inputs) == set(paper_page.used)
+    lesson = Lesson("paper", "", paper.figures) if name == "encoder-decoder" else LESSONS[name]
+    runs += [lesson.run(dataclasses.replace(NOTES, **{each: changed(getattr(NOTES, each))})) for each in inputs]
+    for run in runs:
+        moved |= {key for key, value in run.values.items() if key in page.values and differs(page.values[key], value)}
+    # A table whose rows are drawn has others with another seed.
+    moved |= set(page.values) - set(runs[0].values)
+    assert [key for key in set(page.values) - moved if not UNMOVED.fullmatch(key)] == []
 
 
 @pytest.mark.parametrize("name", LESSONS)
@@ -306,6 +338,11 @@ def test_lesson_shows_what_its_prose_says_and_its_page_is_not_stale(number: int)
     if lesson.is_exact:
         assert (written, drawn) == (now, page.picture)
     assert skeleton(written) == skeleton(now), "python -m model lesson --docs docs/learn/lessons"
+
+
+def test_the_index_is_not_stale() -> None:
+    named = [(command.stem(lesson, number), lesson) for number, lesson in enumerate(command.LESSONS, start=1)]
+    assert (DOCS / "index.md").read_text(encoding="utf-8") == index(named), "python -m model lesson --docs …"
 
 
 def test_command_walks_one_lesson_in_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
