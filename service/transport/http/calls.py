@@ -17,7 +17,7 @@ from typing import Any
 from prometheus_client import Counter
 
 from service.access import Access
-from service.errors import ClientStalled, InvalidRequest, RateLimited, RequestError, report_failure
+from service.errors import ClientStalled, DeadlineExceeded, InvalidRequest, RateLimited, RequestError, report_failure
 from service.generator import within
 from service.telemetry.tracing import Tracer
 from service.transport.admission import OpenCalls, admitted
@@ -182,8 +182,12 @@ class Calls:
             body = b""
             if route.method == "POST":
                 _check_headers(exchange)
-                async with within(deadline):
-                    body = await self._bodies.read(exchange, caller, self._max_elements())
+                try:
+                    async with within(deadline):
+                        body = await self._bodies.read(exchange, caller, self._max_elements())
+                except DeadlineExceeded:
+                    exchange.is_last = True  # what is left of the body is not waited for
+                    raise
             async with exchange.watched():
                 return await route.handler(Request(exchange, body, exchange.path[len(name) :], deadline))
 
