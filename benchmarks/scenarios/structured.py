@@ -170,6 +170,8 @@ async def _rate(
 
     streams = await asyncio.gather(*map(follow, prompts[: settings.streams]))
     begin, end = max(each[0] for each in streams), min(each[-1] for each in streams)
+    if begin >= end:
+        raise RuntimeError(f"the streams did not decode together: {settings.new} tokens are too few")
     return sum(begin < at <= end for each in streams for at in each) / (end - begin)
 
 
