@@ -236,7 +236,7 @@ def test_structured_output_is_measured_beside_free_text_and_with_drafts(
     monkeypatch.setattr(structured, "export", lambda *_: place)
     (tmp_path / "run.json").touch()
     settings = structured.StructuredSettings(
-        **TINY, checkpoint=tmp_path, streams=2, prompt=4, new=400, documents=1, rounds=1
+        **TINY, checkpoint=tmp_path, streams=2, prompt=4, new=40, documents=1, rounds=1
     )
     results = structured.measure(settings, Run(tmp_path))
     assert results["document_tokens"] > 80
