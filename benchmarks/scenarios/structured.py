@@ -194,8 +194,8 @@ def render(results: Results) -> str:
         "# Structured output",
         "",
         f"{Path(settings['checkpoint']).name} {settings['precision']}, {settings['streams']} streams at once of "
-        f"{settings['new']} tokens, from the first token to the last; medians of {settings['rounds']} interleaved rounds, "
-        f"{conditions(results)}.",
+        f"{settings['new']} tokens, from the first token to the last; medians of {settings['rounds']} interleaved "
+        f"rounds, {conditions(results)}.",
         "",
         *table("streams|tokens/s", rows),
         "",
