@@ -133,8 +133,8 @@ def _interference(results: Results) -> str:
 
 def _http(results: Results) -> str:
     later, interval = results["first_token_later_seconds"], results["first_token_later_interval"]
-    within = "" if interval is None else f" ({1e3 * interval[0]:.1f} to {1e3 * interval[1]:.1f})"
-    return f"{times(results['ratio'], results['ratio_interval'])}, {1e3 * later:.1f} ms{within}"
+    within = f"({1e3 * interval[0]:.1f} to {1e3 * interval[1]:.1f})"
+    return f"{times(results['ratio'], results['ratio_interval'])}, {1e3 * later:.1f} ms {within}"
 
 
 def _structured(results: Results) -> str:
@@ -264,7 +264,7 @@ CLAIMS = (
         for name in ("stdlib", "llama-110m")
     ),
     Claim(
-        "8 streams with a JSON schema ÷ free text, and the steps that forced tokens save alone",
+        "8 streams with a JSON schema ÷ free text, and the steps that drafts save one document alone",
         "structured",
         _structured,
     ),

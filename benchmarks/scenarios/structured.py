@@ -1,4 +1,4 @@
-"""Structured output: tokens a second beside free text in a full batch, and steps saved by tokens that a form forces.
+"""Structured output: tokens a second beside free text in a full batch, and steps that drafts save, forced tokens first.
 
 Two questions, each over gRPC on a trained model:
 

@@ -20,7 +20,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import cache
 from typing import Any
 
 import jinja2
@@ -143,7 +142,7 @@ class Chat:
         self.has_thinking_switch = "enable_thinking" in names
         """Whether the template lets a conversation say whether the answer begins with thoughts."""
         self.has_thoughts = THOUGHTS[1] in text
-        """Whether the template tells thoughts from answers."""
+        """Whether the template separates thoughts from answers."""
         # Others have tags of the same name around XML.
         is_json = all(each in text for each in (*_CALL_TAGS, '"name"', '"arguments"')) and "<function=" not in text
         self.has_tagged_calls = is_json and not tokenizer.control_spellings.intersection(_CALL_TAGS)
@@ -155,6 +154,9 @@ class Chat:
         self._tokenizer = tokenizer.with_marks(ordinary)
         self._guard = _Guard(tokenizer.control_spellings, ordinary, literals)
         environment.sought = self._guard.sought
+        switches = (None, False, True) if self.has_thoughts else ()
+        self.begins_within_thoughts = {switch: self._begins_within_thoughts(switch) for switch in switches}
+        """Whether an answer begins inside of thoughts, as the prompt ends there, by `enable_thinking`."""
 
     def render(
         self,
@@ -208,14 +210,12 @@ class Chat:
             raise ConversationError(f"the model's template refuses it: {_reason(error)}") from error
         return self._guard.resolve(written)
 
-    @cache  # noqa: B019 (three values at most, and models are few)
-    def begins_within_thoughts(self, *, enable_thinking: bool | None) -> bool:
-        """Whether the prompt ends inside of thoughts, so that an answer begins there."""
+    def _begins_within_thoughts(self, enable_thinking: bool | None) -> bool:  # noqa: FBT001 (the switch's value)
         try:
             written = self.render([Message("user", "a")], enable_thinking=enable_thinking)
         except ConversationError:
             return False
-        return written.rpartition(THOUGHTS[0])[2].strip() == "" and written.rstrip().endswith(THOUGHTS[0])
+        return written.rstrip().endswith(THOUGHTS[0])
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation to be answered; may take milliseconds.

@@ -24,7 +24,7 @@ from tests.artifacts import tiny_artifact
 from tests.environment import ROOT, environment
 from tests.ports import free_port
 
-TIMEOUT_SECONDS = 3600
+TIMEOUT_SECONDS = 1800
 PAGES = ["README.md", *sorted(f"docs/start/{path.name}" for path in (ROOT / "docs" / "start").glob("*.md"))]
 BLOCK = re.compile(r"^```(sh|python)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PORTS = {"127.0.0.1:8001": "$ONWARD_TARGET", "--http-port 8000": "--http-port $HTTP_PORT", ":8000/": ":$HTTP_PORT/"}

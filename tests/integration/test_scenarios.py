@@ -243,7 +243,7 @@ def test_structured_output_is_measured_beside_free_text_and_with_drafts(
     assert 0.3 < results["steps_saved"] < 1
     assert min(results["tokens_per_second"].values()) > 0
     assert "| with a schema |" in written(structured.SCENARIO, settings, results, tmp_path)
-    whole = structured.Written([1, 2], structured.json.dumps(dict.fromkeys(structured._FIELDS)), 1.0)
+    whole = structured.Written([1, 2], json.dumps(dict.fromkeys(structured._FIELDS)), 1.0)
     cut = structured.Written([1, 3], whole.text, 1.0)
     rates = {structured.FREE: [1.0], structured.SCHEMA: [1.0]}
     with pytest.raises(RuntimeError, match="differ"):

@@ -164,7 +164,7 @@ class ChatAnswer(Answer):
         has_form = asked.request.HasField("structured_output") and (asked.tools is None or asked.tools.must_call)
         if chat is not None and chat.has_thoughts and not has_form:
             self._may_think = True
-            self._begins_within_thoughts = chat.begins_within_thoughts(enable_thinking=asked.enable_thinking)
+            self._begins_within_thoughts = chat.begins_within_thoughts[asked.enable_thinking]
 
     def _first(self, index: int) -> Iterator[Values]:
         if index not in self._begun:
@@ -209,9 +209,13 @@ class ChatAnswer(Answer):
         return parser
 
     def _count(self, index: int, token_ids: Sequence[int]) -> None:
-        if self._may_think:
-            for token_id in token_ids:
-                self._thinking(index).count(self._tokenizer.token_bytes(token_id))
+        if not self._may_think:
+            return
+        parser = self._thinking(index)
+        for token_id in token_ids:
+            if not parser.is_counting:
+                return
+            parser.count(self._tokenizer.token_bytes(token_id))
 
     def _totals(self, outcome: Outcome) -> Values:
         num_tokens = sum(each.num_tokens for each in self._thoughts.values())

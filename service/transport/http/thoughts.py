@@ -20,7 +20,7 @@ _TAG, _END_TAG = THOUGHTS
 class ThoughtParser:
     """Splits an output, as it comes. `is_within` is whether it begins inside of thoughts.
 
-    `num_tokens` are the tokens of its thoughts, tags included, among those that `count` had.
+    `num_tokens` are the tokens of its thoughts, tags included, among those that `count` had, while it `is_counting`.
     """
 
     def __init__(self, *, is_within: bool) -> None:
@@ -29,20 +29,20 @@ class ThoughtParser:
         self._rest = self._thoughts = self._content = ""
         self._is_last = False
         self._spelled = _TAG.encode() if is_within else b""
-        self._is_counting = True
+        self.is_counting = True
         self._num_seen = self.num_tokens = 0
 
     def count(self, spelled: bytes) -> None:
         """Counts a token, given its bytes: it may come ahead of its text."""
-        if not self._is_counting:
+        if not self.is_counting:
             return
         self._num_seen += 1
         self._spelled = (self._spelled + spelled).lstrip()
         tag, end = _TAG.encode(), _END_TAG.encode()
-        self._is_counting = tag.startswith(self._spelled[: len(tag)])
+        self.is_counting = tag.startswith(self._spelled[: len(tag)])
         if self._spelled.startswith(tag):
             self.num_tokens = self._num_seen
-            self._is_counting = end not in self._spelled
+            self.is_counting = end not in self._spelled
             # The end's beginning, at most, is kept beside the tag.
             self._spelled = tag + self._spelled[len(tag) :][-len(end) :]
 

@@ -438,8 +438,8 @@ def test_calls_are_known_by_their_tags_around_json() -> None:
 def test_template_says_whether_an_answer_begins_within_thoughts(
     prompt: str, has_thoughts: bool, is_within: bool
 ) -> None:
-    told = "{{ messages[-1].content.split('</think>')[-1] }}" if has_thoughts else "{{ messages[-1].content }}"
-    chat = make(told + prompt)
+    content = "{{ messages[-1].content.split('</think>')[-1] }}" if has_thoughts else "{{ messages[-1].content }}"
+    chat = make(content + prompt)
     assert chat.has_thoughts is has_thoughts
-    assert chat.begins_within_thoughts(enable_thinking=None) is is_within
-    assert chat.begins_within_thoughts(enable_thinking=False) is (is_within and "false" not in prompt)
+    expected = {None: is_within, False: is_within and "false" not in prompt, True: is_within}
+    assert chat.begins_within_thoughts == (expected if has_thoughts else {})

@@ -151,7 +151,7 @@ def test_text_that_the_vocabulary_cannot_spell_is_no_fault_where_another_token_h
     inner.add_special_tokens(names[:2])
     inner.decoder = decoders.Fuse()
     vocabulary = Vocabulary(Tokenizer(inner), len(names), (1,))
-    matcher = vocabulary.compile(describe_grammar("regex", "(yes|yellow| ) (yes|yellow)")).start()
+    matcher = vocabulary.compile(describe_grammar("regex", "(yes|yellow) (yes|yellow)")).start()
     for token_id, forced in ((2, (4,)), (4, ()), (3, ())):
         matcher.add(token_id)
         assert (matcher.forced(), matcher.problem) == (forced, None)

@@ -45,9 +45,7 @@ def test_thoughts_and_text_are_the_same_however_they_come(case: tuple[str, bool,
 
 
 def answering(*, tools: Tools | None = None, form: str = "", is_within: bool = False) -> ChatAnswer:
-    chat = SimpleNamespace(
-        has_tagged_calls=True, has_thoughts=True, begins_within_thoughts=lambda *, enable_thinking: is_within
-    )
+    chat = SimpleNamespace(has_tagged_calls=True, has_thoughts=True, begins_within_thoughts={None: is_within})
     # Each token is a letter, as far as these are counted.
     tokenizer = SimpleNamespace(token_bytes=lambda token_id: bytes([token_id]))
     model: Any = SimpleNamespace(output_tokenizer=tokenizer, chat=chat)
