@@ -73,6 +73,16 @@ def operators() -> tuple[str, ...]:
     return tuple(names.decode("ascii").split(",")) if names else ()
 
 
+def has_tiles() -> bool:
+    """Whether the kernels multiply many rows in the tile registers of AMX.
+
+    Raises:
+        OSError: when the library cannot be loaded.
+    """
+    path = library()
+    return path is not None and bool(ctypes.CDLL(str(path)).OnwardHasTiles())
+
+
 @cache
 def arithmetic(onnxruntime: str) -> str:
     """Identifies what decides the bits of a graph that the kernels compute: kernels, ONNX Runtime's version, processor.

@@ -2,9 +2,11 @@
 
 #include <immintrin.h>
 
+#include <algorithm>
 #include <cstring>
 
 #include "scratch.h"
+#include "tiles.h"
 
 // Runs only where `can_multiply` of linear.h returns true.
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")
@@ -16,13 +18,15 @@
 namespace onward {
 namespace {
 
-constexpr int64_t kTileRows = 16;  // more rows amortize the unpacking of codes
+constexpr int64_t kVectorRows = 16;  // more rows amortize the unpacking of codes
+constexpr int64_t kMinTileRows = 12;  // fewer are multiplied faster by vectors
 constexpr int32_t kZeroCode = 8;
 constexpr float kStep = 1.0f / 127;
 constexpr int64_t kGroup = 4;   // codes of a column that one instruction multiplies
 constexpr int kPairs = 4;       // pairs of groups in a block, each pair in one register
 constexpr int kChains = 4;      // chains of additions that hide the latency of one: of rows, or of parts of few rows
 constexpr int64_t kBlockBytes = kPairs * 64;
+constexpr int64_t kDelay = 4;  // tiles: the sums of one are added while those of the others are stored
 constexpr int64_t kAhead = 8;  // prefetch distance in blocks
 
 // Quantized rows.
@@ -41,9 +45,19 @@ void sum_blocks(const int8_t* bytes, int64_t num_blocks, int32_t* offsets) {
   }
 }
 
+// Writes one panel's columns of a row from its sum over blocks.
+inline void write_columns(__m512 sum, float scale, const Int4Matrix& matrix, int64_t panel, float* output) {
+  const int64_t column = panel * kInt4PanelColumns;
+  const __mmask16 mask = first_lanes(matrix.num_columns - column);
+  __m512 y = _mm512_mul_ps(sum, _mm512_set1_ps(scale));
+  if (matrix.bias) y = _mm512_add_ps(y, _mm512_maskz_loadu_ps(mask, matrix.bias + column));
+  if (matrix.is_gelu) y = gelu(y);
+  _mm512_mask_storeu_ps(output + column, mask, y);
+}
+
 // One panel's columns for `num_rows` quantized rows.
 template <int num_rows>
-void multiply_tile(const Rounded& rows, const Int4Matrix& matrix, int64_t panel, float* output) {
+void multiply_vectors(const Rounded& rows, const Int4Matrix& matrix, int64_t panel, float* output) {
   const int64_t width = matrix.num_rows, num_blocks = width / kInt4Block;
   const uint8_t* codes = matrix.panels + panel * num_blocks * kBlockBytes;
   const uint16_t* block_scales = matrix.scales + panel * num_blocks * kInt4PanelColumns;
@@ -91,21 +105,71 @@ void multiply_tile(const Rounded& rows, const Int4Matrix& matrix, int64_t panel,
       }
     }
   }
-  const int64_t column = panel * kInt4PanelColumns;
-  const __mmask16 mask = first_lanes(matrix.num_columns - column);
-  for (int row = 0; row < num_rows; ++row) {
-    __m512 y = _mm512_mul_ps(sums[row], _mm512_set1_ps(rows.scales[row]));
-    if (matrix.bias) y = _mm512_add_ps(y, _mm512_maskz_loadu_ps(mask, matrix.bias + column));
-    if (matrix.is_gelu) y = gelu(y);
-    _mm512_mask_storeu_ps(output + row * matrix.num_columns + column, mask, y);
+  for (int row = 0; row < num_rows; ++row)
+    write_columns(sums[row], rows.scales[row], matrix, panel, output + row * matrix.num_columns);
+}
+
+using Vectors = void (*)(const Rounded&, const Int4Matrix&, int64_t, float*);
+constexpr Vectors kVectors[kVectorRows] = {
+    multiply_vectors<1>,  multiply_vectors<2>,  multiply_vectors<3>,  multiply_vectors<4>,
+    multiply_vectors<5>,  multiply_vectors<6>,  multiply_vectors<7>,  multiply_vectors<8>,
+    multiply_vectors<9>,  multiply_vectors<10>, multiply_vectors<11>, multiply_vectors<12>,
+    multiply_vectors<13>, multiply_vectors<14>, multiply_vectors<15>, multiply_vectors<16>};
+
+// Writes a panel's weights as tiles: `[K / 32][8][16][4]`.
+void unpack(const uint8_t* codes, int64_t num_blocks, int8_t* weights) {
+  const __m512i low_bits = _mm512_set1_epi8(0xF), zero = _mm512_set1_epi8(kZeroCode);
+  for (int64_t i = 0; i < num_blocks * kPairs; ++i, codes += 64, weights += 128) {
+    const __m512i both = _mm512_loadu_si512(codes);
+    _mm512_store_si512(weights, _mm512_sub_epi8(_mm512_and_si512(both, low_bits), zero));
+    _mm512_store_si512(weights + 64,
+                       _mm512_sub_epi8(_mm512_and_si512(_mm512_srli_epi16(both, 4), low_bits), zero));
   }
 }
 
-using Tile = void (*)(const Rounded&, const Int4Matrix&, int64_t, float*);
-constexpr Tile kTiles[kTileRows] = {multiply_tile<1>,  multiply_tile<2>,  multiply_tile<3>,  multiply_tile<4>,
-                                    multiply_tile<5>,  multiply_tile<6>,  multiply_tile<7>,  multiply_tile<8>,
-                                    multiply_tile<9>,  multiply_tile<10>, multiply_tile<11>, multiply_tile<12>,
-                                    multiply_tile<13>, multiply_tile<14>, multiply_tile<15>, multiply_tile<16>};
+using BlockTiles = Tiles<kInt4Block>;
+using BlockSums = int32_t[kTileRows][kTileColumns];
+
+// Writes a tile of rows' sums over one block, by the tile register `block % kDelay`.
+template <int tile = 0>
+void multiply_block(BlockTiles& tiles, const int8_t* rows, int64_t width, const int8_t* weights, int64_t block,
+                    BlockSums* sums) {
+  if constexpr (tile < kDelay) {
+    if (block % kDelay != tile) return multiply_block<tile + 1>(tiles, rows, width, weights, block, sums);
+    tiles.clear<tile>();
+    tiles.load<4>(rows + block * kInt4Block, width);
+    tiles.load<6>(weights + block * kInt4Block * kInt4PanelColumns, sizeof(int32_t) * kTileColumns);
+    tiles.add_signed<tile, 4, 6>();
+    tiles.store<tile>(sums[tile][0], sizeof(int32_t) * kTileColumns);
+  }
+}
+
+// One panel's columns for `count` quantized rows. Memory past them is read, up to a whole tile.
+void multiply_tile(BlockTiles& tiles, const int8_t* rows, const float* row_scales, const Int4Matrix& matrix,
+                   const int8_t* weights, int64_t panel, int64_t count, float* output) {
+  const int64_t width = matrix.num_rows, num_blocks = width / kInt4Block;
+  const uint16_t* block_scales = matrix.scales + panel * num_blocks * kInt4PanelColumns;
+  alignas(64) BlockSums exact[kDelay];
+  alignas(64) float found[kTileRows][kTileColumns];
+  __m512 sums[kTileRows];
+#pragma GCC unroll 16
+  for (int row = 0; row < kTileRows; ++row) sums[row] = _mm512_setzero_ps();
+  for (int64_t next = 0; next < kDelay - 1 && next < num_blocks; ++next)
+    multiply_block(tiles, rows, width, weights, next, exact);
+  for (int64_t block = 0; block < num_blocks; ++block, block_scales += kInt4PanelColumns) {
+    if (const int64_t next = block + kDelay - 1; next < num_blocks)
+      multiply_block(tiles, rows, width, weights, next, exact);
+    const __m512 scales = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(block_scales)));
+    const BlockSums& products = exact[block % kDelay];
+#pragma GCC unroll 16
+    for (int row = 0; row < kTileRows; ++row)
+      sums[row] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_load_si512(products[row])), scales, sums[row]);
+  }
+#pragma GCC unroll 16
+  for (int row = 0; row < kTileRows; ++row) _mm512_store_ps(found[row], sums[row]);  // for an index known only here
+  for (int64_t row = 0; row < count; ++row)
+    write_columns(_mm512_load_ps(found[row]), row_scales[row], matrix, panel, output + row * matrix.num_columns);
+}
 
 }  // namespace
 
@@ -117,7 +181,7 @@ void multiply(const Parallel& parallel, const float* rows, int64_t num_rows, con
   thread_local Scratch<float> scale_scratch;
   thread_local Scratch<int32_t> block_scratch;
   // Plain pointers for the lambdas: the thread_local names mean other objects on other threads.
-  int8_t* const bytes = byte_scratch.at_least(num_rows * width);
+  int8_t* const bytes = byte_scratch.at_least((num_rows + kTileRows - 1) / kTileRows * kTileRows * width);
   float* const scales = scale_scratch.at_least(num_rows);
   int32_t* const offsets = block_scratch.at_least(num_rows * num_blocks);
 
@@ -125,9 +189,28 @@ void multiply(const Parallel& parallel, const float* rows, int64_t num_rows, con
     scales[row] = round_row(rows + row * width, width, kStep, 0, bytes + row * width);
     sum_blocks(bytes + row * width, num_blocks, offsets + row * num_blocks);
   });
-  for_each_tile(parallel, num_panels, num_rows, kTileRows, [=, &matrix](int64_t panel, int64_t row, int64_t count) {
-    const Rounded tile{bytes + row * width, scales + row, offsets + row * num_blocks};
-    kTiles[count - 1](tile, matrix, panel, output + row * matrix.num_columns);
+  const auto multiply_by_vectors = [=, &matrix](int64_t panel, int64_t row, int64_t count) {
+    const Rounded rounded{bytes + row * width, scales + row, offsets + row * num_blocks};
+    kVectors[count - 1](rounded, matrix, panel, output + row * matrix.num_columns);
+  };
+  if (num_rows < kMinTileRows || !has_tiles())
+    return for_each_tile(parallel, num_panels, num_rows, kVectorRows, multiply_by_vectors);
+  share(parallel, num_panels, [=, &matrix](int64_t begin, int64_t end) {
+    thread_local Scratch<int8_t> weight_scratch;
+    int8_t* const weights = weight_scratch.at_least(width * kInt4PanelColumns);
+    BlockTiles tiles;
+    for (int64_t panel = begin; panel < end; ++panel) {
+      unpack(matrix.panels + panel * num_blocks * kBlockBytes, num_blocks, weights);
+      for (int64_t row = 0; row < num_rows; row += kTileRows) {
+        const int64_t count = std::min(kTileRows, num_rows - row);
+        if (count < kMinTileRows) {
+          multiply_by_vectors(panel, row, count);
+        } else {
+          multiply_tile(tiles, bytes + row * width, scales + row, matrix, weights, panel, count,
+                        output + row * matrix.num_columns);
+        }
+      }
+    }
   });
 }
 

@@ -2,9 +2,11 @@
 
 #include <immintrin.h>
 
+#include <algorithm>
 #include <cstring>
 
 #include "scratch.h"
+#include "tiles.h"
 
 namespace onward {
 
@@ -26,20 +28,33 @@ bool can_multiply() {
 namespace onward {
 namespace {
 
-constexpr int64_t kTileRows = 8;  // with two registers of columns: sixteen sums hide the latency of one addition
+constexpr int64_t kVectorRows = 8;  // with two registers of columns: sixteen sums hide the latency of one addition
+constexpr int kTileBytes = 64;      // of a row in a tile register
+constexpr int64_t kBlockRows = 2 * kTileRows;
+constexpr int64_t kMinTileRows = 8;  // fewer are multiplied faster by vectors
 
 // Bytes of a quantized row, in whole groups. Bytes past the row meet weights of zero.
 int64_t padded(int64_t width) { return (width + kGroupRows - 1) / kGroupRows * kGroupRows; }
 
-// One panel's columns for `num_rows` quantized rows.
+// Sums of products of rows with one panel's columns that begin with the first `depth` bytes.
+struct Begun {
+  int64_t depth;
+  const int32_t (*sums)[kPanelColumns];
+};
+
+// One panel's columns for `num_rows` quantized rows, of which sums may have begun.
 template <int num_rows>
-void multiply_tile(const uint8_t* rows, const float* row_scales, const Int8Matrix& matrix, int64_t panel,
-                   float* output) {
+void multiply_vectors(const uint8_t* rows, const float* row_scales, const Int8Matrix& matrix, int64_t panel,
+                      float* output, const Begun& begun) {
   const int64_t width = padded(matrix.num_rows);
-  const int8_t* weights = matrix.panels + panel * kPanelColumns * width;
+  const int8_t* weights = matrix.panels + panel * kPanelColumns * width + begun.depth * kPanelColumns;
   __m512i sums[num_rows][2];
-  for (auto& row : sums) row[0] = row[1] = _mm512_setzero_si512();
-  for (int64_t k = 0; k < width; k += kGroupRows, weights += kPanelColumns * kGroupRows) {
+  for (int row = 0; row < num_rows; ++row) {
+    for (int half = 0; half < 2; ++half)
+      sums[row][half] =
+          begun.depth ? _mm512_load_si512(begun.sums[row] + half * kLanes) : _mm512_setzero_si512();
+  }
+  for (int64_t k = begun.depth; k < width; k += kGroupRows, weights += kPanelColumns * kGroupRows) {
     const __m512i left = _mm512_loadu_si512(weights), right = _mm512_loadu_si512(weights + 64);
     for (int row = 0; row < num_rows; ++row) {
       int32_t group;
@@ -66,9 +81,57 @@ void multiply_tile(const uint8_t* rows, const float* row_scales, const Int8Matri
   }
 }
 
-using Tile = void (*)(const uint8_t*, const float*, const Int8Matrix&, int64_t, float*);
-constexpr Tile kTiles[kTileRows] = {multiply_tile<1>, multiply_tile<2>, multiply_tile<3>, multiply_tile<4>,
-                                    multiply_tile<5>, multiply_tile<6>, multiply_tile<7>, multiply_tile<8>};
+using Vectors = void (*)(const uint8_t*, const float*, const Int8Matrix&, int64_t, float*, const Begun&);
+constexpr Vectors kVectors[kVectorRows] = {multiply_vectors<1>, multiply_vectors<2>, multiply_vectors<3>,
+                                           multiply_vectors<4>, multiply_vectors<5>, multiply_vectors<6>,
+                                           multiply_vectors<7>, multiply_vectors<8>};
+
+// Writes the sums of `num_tiles` tiles of rows over whole tiles of a panel; returns their depth.
+template <int num_tiles>
+int64_t add_tiles(Tiles<kTileBytes>& tiles, const uint8_t* rows, int64_t width, const int8_t* weights,
+                  int32_t (*sums)[kPanelColumns]) {
+  constexpr int64_t kWeightPitch = kPanelColumns * kGroupRows, kSumPitch = kPanelColumns * sizeof(int32_t);
+  tiles.clear<0>();
+  tiles.clear<1>();
+  if (num_tiles > 1) {
+    tiles.clear<2>();
+    tiles.clear<3>();
+  }
+  int64_t k = 0;
+  for (; k + kTileBytes <= width; k += kTileBytes) {
+    tiles.load<6>(weights + k * kPanelColumns, kWeightPitch);
+    tiles.load<4>(rows + k, width);
+    tiles.add_unsigned<0, 4, 6>();
+    tiles.load<7>(weights + k * kPanelColumns + kWeightPitch / 2, kWeightPitch);
+    tiles.add_unsigned<1, 4, 7>();
+    if (num_tiles > 1) {
+      tiles.load<5>(rows + kTileRows * width + k, width);
+      tiles.add_unsigned<2, 5, 6>();
+      tiles.add_unsigned<3, 5, 7>();
+    }
+  }
+  tiles.store<0>(sums[0], kSumPitch);
+  tiles.store<1>(sums[0] + kTileColumns, kSumPitch);
+  if (num_tiles > 1) {
+    tiles.store<2>(sums[kTileRows], kSumPitch);
+    tiles.store<3>(sums[kTileRows] + kTileColumns, kSumPitch);
+  }
+  return k;
+}
+
+// One panel's columns for a block of `count` quantized rows. Memory past them is read, up to a whole block.
+void multiply_block(Tiles<kTileBytes>& tiles, const uint8_t* rows, const float* row_scales, const Int8Matrix& matrix,
+                    int64_t panel, int64_t count, float* output) {
+  const int64_t width = padded(matrix.num_rows);
+  const int8_t* weights = matrix.panels + panel * kPanelColumns * width;
+  alignas(64) int32_t sums[kBlockRows][kPanelColumns];
+  const int64_t depth = count > kTileRows ? add_tiles<2>(tiles, rows, width, weights, sums)
+                                          : add_tiles<1>(tiles, rows, width, weights, sums);
+  for (int64_t row = 0; row < count; row += kVectorRows) {
+    kVectors[std::min(kVectorRows, count - row) - 1](rows + row * width, row_scales + row, matrix, panel,
+                                                     output + row * matrix.num_columns, {depth, sums + row});
+  }
+}
 
 }  // namespace
 
@@ -103,14 +166,30 @@ void multiply(const Parallel& parallel, const float* rows, int64_t num_rows, con
   thread_local Scratch<uint8_t> bytes;
   thread_local Scratch<float> scales;
   // Plain pointers for the lambdas: the thread_local names mean other objects on other threads.
-  uint8_t* const rounded = bytes.at_least(num_rows * stride);
+  uint8_t* const rounded = bytes.at_least((num_rows + kBlockRows - 1) / kBlockRows * kBlockRows * stride);
   float* const row_scales = scales.at_least(num_rows);
 
   for_each_row(parallel, num_rows, width, [=](int64_t row) {
     row_scales[row] = round_row(rows + row * width, width, rounding.step, rounding.zero, rounded + row * stride);
   });
-  for_each_tile(parallel, num_panels, num_rows, kTileRows, [=, &matrix](int64_t panel, int64_t row, int64_t count) {
-    kTiles[count - 1](rounded + row * stride, row_scales + row, matrix, panel, output + row * matrix.num_columns);
+  const auto multiply_by_vectors = [=, &matrix](int64_t panel, int64_t row, int64_t count) {
+    kVectors[count - 1](rounded + row * stride, row_scales + row, matrix, panel, output + row * matrix.num_columns, {});
+  };
+  if (num_rows < kMinTileRows || !has_tiles())
+    return for_each_tile(parallel, num_panels, num_rows, kVectorRows, multiply_by_vectors);
+  share(parallel, num_panels, [=, &matrix](int64_t begin, int64_t end) {
+    Tiles<kTileBytes> tiles;
+    for (int64_t panel = begin; panel < end; ++panel) {
+      for (int64_t row = 0; row < num_rows; row += kBlockRows) {
+        const int64_t count = std::min(kBlockRows, num_rows - row);
+        if (count < kMinTileRows) {
+          multiply_by_vectors(panel, row, count);
+        } else {
+          multiply_block(tiles, rounded + row * stride, row_scales + row, matrix, panel, count,
+                         output + row * matrix.num_columns);
+        }
+      }
+    }
   });
 }
 

@@ -8,6 +8,7 @@
 #include "onnxruntime_abi.h"
 #include "operators.h"
 #include "runtime.h"
+#include "tiles.h"
 
 namespace onward {
 namespace {
@@ -111,6 +112,9 @@ extern "C" __attribute__((visibility("default"))) const char* OnwardOperators() 
   static const std::string names = onward::Operators::names();
   return names.c_str();
 }
+
+// Whether products of many rows use AMX: for the server's log.
+extern "C" __attribute__((visibility("default"))) int OnwardHasTiles() { return onward::has_tiles(); }
 
 // ONNX Runtime calls this when a session's options register the library.
 extern "C" __attribute__((visibility("default"))) ort::Status* RegisterCustomOps(ort::SessionOptions* options,

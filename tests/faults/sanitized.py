@@ -1,4 +1,4 @@
-"""The kernels' sources built with GCC's sanitizers: once for all tests, under build/, by a digest of the sources."""
+"""The kernels' sources built as tests need them, as with sanitizers: once, under build/, by a digest of the sources."""
 
 from __future__ import annotations
 
@@ -36,10 +36,20 @@ def runtime(name: str, config: pytest.Config) -> Path:
     return path
 
 
+def sources_with_tiles(folder: Path) -> list[Path]:
+    """The kernels' sources, linked into an empty folder, with a double of AMX's tile registers in plain C++."""
+    for path in (*kernels.FOLDER.glob("*.h"), *kernels.sources(kernels.FOLDER)):
+        if path.stem != "tiles":
+            (folder / path.name).symlink_to(path)
+    (folder / "tiles.h").symlink_to(Path(__file__).with_name("tiles.h"))
+    return kernels.sources(folder)
+
+
 def build(name: str, flags: Sequence[str], sources: Sequence[Path]) -> Path:
     """The file that sources are built to; GCC's own words where it fails."""
     compiler = find_compiler(None)
-    headers = sorted(kernels.FOLDER.glob("*.h"))
+    folder = sources[0].parent
+    headers = sorted(folder.glob("*.h"))
     digest = hashlib.sha256("\0".join([compiler, *_FLAGS, *flags]).encode())
     for path in (*sources, *headers):
         digest.update(path.read_bytes())
@@ -50,7 +60,7 @@ def build(name: str, flags: Sequence[str], sources: Sequence[Path]) -> Path:
     with tempfile.TemporaryDirectory(dir=_FOLDER) as work:
         units = [path for path in sources if path.suffix == ".cc"]
         objects = [Path(work) / f"{path.stem}.o" for path in units]
-        include = f"-I{kernels.FOLDER}"
+        include = f"-I{folder}"
 
         def compile_one(unit: Path, target: Path) -> None:
             _call(compiler, *_FLAGS, *flags, include, "-c", "-o", str(target), str(unit))

@@ -12,7 +12,7 @@ import pytest
 
 from model import kernels
 from tests.environment import ROOT
-from tests.faults.sanitized import build, runtime
+from tests.faults.sanitized import build, runtime, sources_with_tiles
 from tests.requirements import lacking
 
 # A session is slow to end where its threads wait for a busy machine.
@@ -34,12 +34,12 @@ def _environment(**options: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), **options}
 
 
-def test_hostile_models_are_refused_or_computed_without_a_fault(pytestconfig: pytest.Config) -> None:
+def test_hostile_models_are_refused_or_computed_without_a_fault(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     """AddressSanitizer and UndefinedBehaviorSanitizer see what kernels do, not what ONNX Runtime does by itself."""
     preloaded = [runtime(name, pytestconfig) for name in ("libasan.so", "libstdc++.so")]
     runtime("libubsan.so", pytestconfig)
     flags = ("-shared", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-    library = build("kernels.so", flags, kernels.sources(kernels.FOLDER))
+    library = build("kernels.so", flags, sources_with_tiles(tmp_path))
     seconds = float(pytestconfig.getoption("--kernel-fuzz-seconds"))
     environment = _environment(
         LD_PRELOAD=":".join(map(str, preloaded)),
@@ -60,11 +60,11 @@ def test_hostile_models_are_refused_or_computed_without_a_fault(pytestconfig: py
     assert sum(count for words, count in result["refused"].items() if "ONNX Runtime" not in words) > 0
 
 
-def test_kernels_by_four_threads_and_for_two_callers_have_no_race(pytestconfig: pytest.Config) -> None:
+def test_kernels_by_four_threads_and_for_two_callers_have_no_race(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     """By threads of the test's own: ThreadSanitizer cannot follow those of ONNX Runtime, which is not built for it."""
     runtime("libtsan.so", pytestconfig)
     program = Path(__file__).with_name("kernel_threads.cc")
-    sources = [path for path in kernels.sources(kernels.FOLDER) if path.suffix == ".cc" and path.name != "plugin.cc"]
+    sources = [path for path in sources_with_tiles(tmp_path) if path.suffix == ".cc" and path.name != "plugin.cc"]
     built = build("threads", ("-fsanitize=thread",), [*sources, program])
     done = subprocess.run([built], env=_environment(), capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr[:_SHOWN]

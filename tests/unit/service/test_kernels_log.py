@@ -29,11 +29,15 @@ def line(told: pytest.LogCaptureFixture) -> tuple[int, str]:
     return record.levelno, record.getMessage()
 
 
-def test_operators_with_kernels_are_named(told: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("has_tiles", "words"), [(False, ""), (True, "; AMX multiplies many rows")])
+def test_operators_with_kernels_are_named(
+    has_tiles: bool, words: str, told: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(kernels, "why_not", lambda: None)
     monkeypatch.setattr(kernels, "operators", lambda: ("One", "Two"))
+    monkeypatch.setattr(kernels, "has_tiles", lambda: has_tiles)
     report_kernels(Kernels.AUTO)
-    assert line(told) == (logging.INFO, "kernels compute these of our own operators: One, Two")
+    assert line(told) == (logging.INFO, f"kernels compute these of our own operators: One, Two{words}")
 
 
 def test_kernels_that_are_not_built_are_a_warning_with_what_to_do(

@@ -90,7 +90,7 @@ async def test_serve_and_a_replica_on_ray_start_alike(
     await (serve(config) if way == "serve" else replicate(config, monkeypatch, tmp_path))
     assert steps == ["settle", "load", ("threads", 3), "share", "build"]
     assert sys.getswitchinterval() == pytest.approx(0.0005)
-    assert "kernels compute these of our own operators: One" in caplog.messages
+    assert "kernels compute these of our own operators: One" in caplog.text
 
 
 @pytest.mark.parametrize(

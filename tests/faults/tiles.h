@@ -1,0 +1,67 @@
+// A double of the kernels' tiles.h for processors without AMX, and for sanitizers, which see no access of its
+// instructions: their definitions in plain C++.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace onward {
+
+inline bool has_tiles() { return true; }
+
+constexpr int64_t kTileRows = 16;
+constexpr int64_t kTileColumns = 16;
+
+template <int depth>
+class Tiles {
+ public:
+  template <int tile>
+  void clear() {
+    std::memset(tiles_[tile], 0, sizeof tiles_[tile]);
+  }
+
+  template <int tile>
+  void load(const void* bytes, int64_t pitch) {
+    constexpr int rows = tile < 6 ? 16 : depth / 4, width = tile < 4 || tile > 5 ? 64 : depth;
+    static_assert(tile >= 4);
+    for (int row = 0; row < rows; ++row)
+      std::memcpy(tiles_[tile][row], static_cast<const uint8_t*>(bytes) + row * pitch, width);
+  }
+
+  template <int tile>
+  void store(int32_t* sums, int64_t pitch) const {
+    static_assert(tile < 4);
+    for (int row = 0; row < 16; ++row)
+      std::memcpy(reinterpret_cast<uint8_t*>(sums) + row * pitch, tiles_[tile][row], 64);
+  }
+
+  template <int sums, int rows, int weights>
+  void add_unsigned() {
+    add<sums, rows, weights, uint8_t>();
+  }
+
+  template <int sums, int rows, int weights>
+  void add_signed() {
+    add<sums, rows, weights, int8_t>();
+  }
+
+ private:
+  template <int sums, int rows, int weights, typename Byte>
+  void add() {
+    static_assert(sums < 4 && (rows == 4 || rows == 5) && weights >= 6);
+    for (int row = 0; row < 16; ++row) {
+      for (int column = 0; column < 16; ++column) {
+        int32_t sum;
+        std::memcpy(&sum, &tiles_[sums][row][4 * column], sizeof sum);
+        for (int k = 0; k < depth; ++k)
+          sum += static_cast<Byte>(tiles_[rows][row][k]) *
+                 static_cast<int8_t>(tiles_[weights][k / 4][4 * column + k % 4]);
+        std::memcpy(&tiles_[sums][row][4 * column], &sum, sizeof sum);
+      }
+    }
+  }
+
+  uint8_t tiles_[8][16][64];
+};
+
+}  // namespace onward
