@@ -51,15 +51,22 @@ class Answer:
         self._created = int(time.time())
         self._begun: set[int] = set()
         self._num_prompt_tokens = self._num_generated_tokens = 0
+        self._thoughts: dict[int, ThoughtParser] = {}
+        self._may_think = self._begins_within_thoughts = False
         self.request_id = self.model = ""
 
     def accepted(self, part: Accepted) -> None:
-        """Names the request and its model."""
+        """Names the request and its model, which may have thoughts: not in an answer that follows a form."""
         self.request_id, self.model = part.request_id, part.model
         self._num_prompt_tokens = part.num_prompt_tokens
         model = self._resolve(part.model)
         self._tokenizer = model.output_tokenizer
         self._has_tagged_calls = model.chat is not None and model.chat.has_tagged_calls
+        asked = self._asked
+        has_form = asked.request.HasField("structured_output") and (asked.tools is None or asked.tools.must_call)
+        if model.chat is not None and model.chat.has_thoughts and not has_form:
+            self._may_think = True
+            self._begins_within_thoughts = model.chat.begins_within_thoughts[asked.enable_thinking]
 
     def chunks(self, part: Part) -> Iterator[Values]:
         """The chunks of a stream for one part."""
@@ -128,6 +135,24 @@ class Answer:
         self._begun.add(index)
         return iter(())
 
+    def _thinking(self, index: int) -> ThoughtParser:
+        if (parser := self._thoughts.get(index)) is None:
+            parser = self._thoughts[index] = ThoughtParser(is_within=self._begins_within_thoughts)
+        return parser
+
+    def _count(self, index: int, token_ids: Sequence[int]) -> None:
+        """Counts the tokens of thoughts."""
+        if not self._may_think:
+            return
+        parser = self._thinking(index)
+        for token_id in token_ids:
+            if not parser.is_counting:
+                return
+            parser.count(self._tokenizer.token_bytes(token_id))
+
+    def _thinking_usage(self) -> Values:
+        return {"reasoning_tokens": sum(each.num_tokens for each in self._thoughts.values())}
+
     def _token_ids(self, token_ids: Sequence[int]) -> Values:
         return {"token_ids": list(token_ids)} if self._asked.returns_token_ids else {}
 
@@ -154,17 +179,6 @@ class ChatAnswer(Answer):
     def __init__(self, asked: Asked, sampling: SamplingParams, resolve: Callable[[str], ServedModel]) -> None:
         super().__init__(asked, sampling, resolve)
         self._parsers: dict[int, CallParser] = {}
-        self._thoughts: dict[int, ThoughtParser] = {}
-        self._may_think = self._begins_within_thoughts = False
-
-    def accepted(self, part: Accepted) -> None:
-        """Looks besides whether the answer may have thoughts. One that follows a form has none."""
-        super().accepted(part)
-        asked, chat = self._asked, self._resolve(part.model).chat
-        has_form = asked.request.HasField("structured_output") and (asked.tools is None or asked.tools.must_call)
-        if chat is not None and chat.has_thoughts and not has_form:
-            self._may_think = True
-            self._begins_within_thoughts = chat.begins_within_thoughts[asked.enable_thinking]
 
     def _first(self, index: int) -> Iterator[Values]:
         if index not in self._begun:
@@ -203,23 +217,8 @@ class ChatAnswer(Answer):
         parts = {FIELD: thoughts, "content": content, "tool_calls": calls}
         return {name: value for name, value in parts.items() if value}
 
-    def _thinking(self, index: int) -> ThoughtParser:
-        if (parser := self._thoughts.get(index)) is None:
-            parser = self._thoughts[index] = ThoughtParser(is_within=self._begins_within_thoughts)
-        return parser
-
-    def _count(self, index: int, token_ids: Sequence[int]) -> None:
-        if not self._may_think:
-            return
-        parser = self._thinking(index)
-        for token_id in token_ids:
-            if not parser.is_counting:
-                return
-            parser.count(self._tokenizer.token_bytes(token_id))
-
     def _totals(self, outcome: Outcome) -> Values:
-        num_tokens = sum(each.num_tokens for each in self._thoughts.values())
-        details = {"completion_tokens_details": {"reasoning_tokens": num_tokens}} if self._may_think else {}
+        details = {"completion_tokens_details": self._thinking_usage()} if self._may_think else {}
         return super()._totals(outcome) | details
 
     def _ended(self, choice: Values, end: Finished) -> Values:

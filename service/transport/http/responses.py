@@ -16,6 +16,7 @@ from service.transport.http.answers import Answer, Values, content_logprobs, usa
 from service.transport.http.fields import PATHS, refuse_others, set_field, set_fields, set_text, take
 from service.transport.http.forms import VLLM, set_form
 from service.transport.http.requests import LABELS, Asked, text_of, with_tools
+from service.transport.http.thoughts import with_thoughts
 from service.transport.http.tools import FIELDS as TOOL_FIELDS
 from service.transport.http.tools import CallParser, decode_tools, described_call
 
@@ -55,6 +56,7 @@ _UNSUPPORTED = (
     "moderation", "previous_response_id", "prompt", "prompt_cache_options", "prompt_cache_retention", "reasoning",
 )  # fmt: skip
 _TEXTS = ("input_text", "output_text", "text")
+_THOUGHTS = "reasoning_text"
 _MAX_METADATA = 16
 
 
@@ -124,18 +126,28 @@ def _forms(values: Mapping[str, Any]) -> Values:
 
 
 def _add_input(request: pb.GenerateRequest, value: Any) -> list[Message]:
-    """A text, or messages, calls of tools and their results; returns them all as messages."""
+    """A text, or messages, thoughts, calls of tools and their results; returns them all as messages."""
     if isinstance(value, str):
         set_text(request.chat.messages.add(role="user"), "content", value, "input")
         return [Message("user", value)]
     if not isinstance(value, list) or not value:
         raise InvalidRequest("input", value, "must be a text, or a list of at least 1 message")
     messages: list[Message] = []
+    has_thoughts = False  # the last message, of which a text or calls may follow
     for index, each in enumerate(value):
         place = f"input[{index}]"
         if not isinstance(each, dict):
             raise InvalidRequest(place, each, "must be an object")
         kind = each.get("type", "message")
+        had_thoughts, has_thoughts = has_thoughts, kind == "reasoning"
+        if has_thoughts:
+            refuse_others(each, ("type", "id", "summary", "content", "status"), {}, ("encrypted_content",), place)
+            message = request.chat.messages.add(role="assistant")
+            thoughts = text_of(each.get("content") or [], f"{place}.content", (_THOUGHTS,))
+            set_text(message, "content", thoughts, f"{place}.content")
+            message.content = with_thoughts(message.content, "")
+            messages.append(Message("assistant", message.content))
+            continue
         if kind == "function_call":
             refuse_others(each, ("type", "id", "call_id", "name", "arguments", "status"), {}, (), place)
             call = described_call(each.get("call_id"), each, place, place)
@@ -152,19 +164,26 @@ def _add_input(request: pb.GenerateRequest, value: Any) -> list[Message]:
             messages.append(Message("tool", message.content, (), call_id))
             continue
         if kind != "message":
-            raise UnsupportedFeature(f"{place}.type", "must be message, function_call or function_call_output")
+            kinds = "message, reasoning, function_call or function_call_output"
+            raise UnsupportedFeature(f"{place}.type", f"must be {kinds}")
         # Answers come back as they were given.
         refuse_others(each, ("type", "role", "content", "id", "status"), {}, ("phase",), place)
         if each.get("role") not in ROLES:
             raise InvalidRequest(f"{place}.role", each.get("role"), f"must be one of {', '.join(ROLES)}")
         message = request.chat.messages.add(role=each["role"])
         set_text(message, "content", text_of(each.get("content"), f"{place}.content", _TEXTS), f"{place}.content")
-        messages.append(Message(message.role, message.content))
+        if had_thoughts and message.role == "assistant":
+            content = messages.pop().content + message.content
+            del request.chat.messages[-1]
+            request.chat.messages[-1].content = content
+            messages.append(Message("assistant", content))
+        else:
+            messages.append(Message(message.role, message.content))
     return messages
 
 
 class ResponseAnswer(Answer):
-    """A response with a message, calls of tools, or a message and then calls; as a stream, its events."""
+    """A response: thoughts, a message and calls of tools, each if there are any; as a stream, its events."""
 
     prefix = "resp_"
 
@@ -183,26 +202,27 @@ class ResponseAnswer(Answer):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._num_events = 0
+        self._thought_texts: list[str] = []
         self._texts: list[str] = []
-        self._logprobs_so_far: list[Values] = []
+        self._text_logprobs: list[Values] = []
+        self._num_sent = 0
         self._status = "in_progress"
         self._usage: Values | None = None
         self._parser: CallParser | None = None
         self._calls: list[Values] = []
-        # Whether the events of a message have begun; those of calls follow it.
-        self._has_message = False
+        # Whether the events of thoughts and of a message have begun; those of calls follow them.
+        self._has_thoughts = self._is_thinking = self._has_message = False
 
-    def _take(self, part: Part) -> list[Values]:
-        """Adds a part to the response; returns its new log-probabilities."""
-        new: list[Values] = []
+    def _take(self, part: Part) -> None:
+        """Adds a part to the response."""
         match part:
             case Piece():
-                self._texts.append(self._text_of(part.text))
-                if part.logprobs:
-                    new = content_logprobs(self._tokenizer, part.token_ids, part.logprobs)
-                    self._logprobs_so_far += new
+                self._count(0, part.token_ids)
+                if part.logprobs and not self._calls:  # which have none
+                    self._text_logprobs += content_logprobs(self._tokenizer, part.token_ids, part.logprobs)
+                self._add(part.text)
             case Finished():
-                self._texts.append(self._text_of("", is_last=True))
+                self._add("", is_last=True)
                 is_whole = part.finish_reason in (FinishReason.END_OF_SEQUENCE, FinishReason.STOP)
                 self._status = "completed" if is_whole else "incomplete"
             case Outcome():
@@ -211,15 +231,21 @@ class ResponseAnswer(Answer):
                     "input_tokens": counted["prompt_tokens"],
                     "input_tokens_details": counted["prompt_tokens_details"],
                     "output_tokens": counted["completion_tokens"],
-                    "output_tokens_details": {"reasoning_tokens": 0},
+                    "output_tokens_details": self._thinking_usage(),
                     "total_tokens": counted["total_tokens"],
                 }
-        return new
 
-    def _text_of(self, text: str, *, is_last: bool = False) -> str:
-        """What is text of an output's next part; its calls are added to those so far."""
-        if self._asked.tools is None:
-            return text
+    def _add(self, text: str, *, is_last: bool = False) -> None:
+        """Adds an output's next part to its thoughts, its text and its calls."""
+        if self._may_think:
+            thoughts, text = self._thinking(0).take(text, is_last=is_last)
+            self._thought_texts.append(thoughts)
+        if self._asked.tools is not None:
+            text = self._take_calls(text, is_last=is_last)
+        self._texts.append(text)
+
+    def _take_calls(self, text: str, *, is_last: bool) -> str:
+        """Adds calls to those so far; returns the rest."""
         if self._parser is None:
             self._parser = CallParser(is_tagged=self._has_tagged_calls, call_id=f"call_{self.request_id}")
         content, deltas = self._parser.take(text, is_last=is_last)
@@ -237,18 +263,24 @@ class ResponseAnswer(Answer):
             self._begun.add(0)
             yield {"type": "response.created", "response": self._response("in_progress")}
             yield {"type": "response.in_progress", "response": self._response("in_progress")}
-        num_texts, lengths = len(self._texts), [len(call["arguments"]) for call in self._calls]
-        new = self._take(part)
-        text = "".join(self._texts[num_texts:])
-        at = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
-        has_text = self._asked.tools is None or text or (isinstance(part, Finished) and not self._calls)
-        if isinstance(part, Piece | Finished) and has_text and not self._has_message:
+        num_thoughts, num_texts = len(self._thought_texts), len(self._texts)
+        lengths = [len(call["arguments"]) for call in self._calls]
+        self._take(part)
+        thoughts, text = "".join(self._thought_texts[num_thoughts:]), "".join(self._texts[num_texts:])
+        if thoughts:
+            yield from self._thought_events(thoughts)
+        is_end = isinstance(part, Finished)
+        if self._is_thinking and (text or len(self._calls) > len(lengths) or is_end):
+            yield from self._thoughts_done()
+        has_text = text or (self._asked.tools is None and not self._may_think)
+        is_empty = is_end and not self._calls and not self._has_thoughts
+        if isinstance(part, Piece | Finished) and (has_text or is_empty) and not self._has_message:
             self._has_message = True
-            item = {**self._item("in_progress"), "content": []}
-            yield {"type": "response.output_item.added", "output_index": 0, "item": item}
             empty = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-            yield {"type": "response.content_part.added", **at, "part": empty}
-        if text or (new and self._has_message):
+            yield from self._item_begun(self._item("in_progress"), int(self._has_thoughts), empty)
+        new = self._new_logprobs() if self._has_message else []
+        if text or new:
+            at = {"item_id": self._item_id, "output_index": int(self._has_thoughts), "content_index": 0}
             yield {"type": "response.output_text.delta", **at, "delta": text, "logprobs": new}
         for index in range(max(len(lengths) - 1, 0), len(self._calls)):
             yield from self._call_events(index, lengths[index] if index < len(lengths) else None)
@@ -256,10 +288,50 @@ class ResponseAnswer(Answer):
             case Finished():
                 if self._calls:
                     yield from self._call_done(len(self._calls) - 1)
-                else:
+                elif self._has_message:
                     yield from self._message_done(self._status)
             case Outcome():
                 yield {"type": f"response.{self._status}", "response": self._response(self._status)}
+
+    def _item_begun(self, item: Values, index: int, empty: Values) -> Iterator[Values]:
+        """An item of one part, which is empty so far."""
+        yield {"type": "response.output_item.added", "output_index": index, "item": {**item, "content": []}}
+        at = {"item_id": item["id"], "output_index": index, "content_index": 0}
+        yield {"type": "response.content_part.added", **at, "part": empty}
+
+    def _thought_events(self, thoughts: str) -> Iterator[Values]:
+        item = self._thought_item("in_progress")
+        if not self._has_thoughts:
+            self._has_thoughts = self._is_thinking = True
+            yield from self._item_begun(item, 0, {"type": _THOUGHTS, "text": ""})
+        at = {"item_id": item["id"], "output_index": 0, "content_index": 0}
+        yield {"type": "response.reasoning_text.delta", **at, "delta": thoughts}
+
+    def _thoughts_done(self) -> Iterator[Values]:
+        self._is_thinking = False
+        item = self._thought_item(self._status_of_thoughts)
+        at, (part,) = {"item_id": item["id"], "output_index": 0, "content_index": 0}, item["content"]
+        yield {"type": "response.reasoning_text.done", **at, "text": part["text"]}
+        yield {"type": "response.content_part.done", **at, "part": part}
+        yield {"type": "response.output_item.done", "output_index": 0, "item": item}
+
+    @property
+    def _status_of_thoughts(self) -> str:
+        """They are whole where something follows them."""
+        return "completed" if any(self._texts) or self._calls else self._status
+
+    def _thought_item(self, status: str) -> Values:
+        content = [{"type": _THOUGHTS, "text": "".join(self._thought_texts)}]
+        return {"id": f"rs_{self.request_id}", "type": "reasoning", "summary": [], "content": content, "status": status}
+
+    def _new_logprobs(self) -> list[Values]:
+        """Those of the text's tokens that were not sent."""
+        begin, self._num_sent = max(self._num_sent, self._num_thought_tokens), len(self._text_logprobs)
+        return self._text_logprobs[begin:]
+
+    @property
+    def _num_thought_tokens(self) -> int:
+        return self._thinking(0).num_tokens if self._may_think else 0
 
     def _call_events(self, index: int, length: int | None) -> Iterator[Values]:
         """What is new of a call, of whose arguments `length` characters were sent; None of a new one."""
@@ -269,23 +341,27 @@ class ResponseAnswer(Answer):
             elif self._has_message:
                 yield from self._message_done("completed")
             item = {**self._calls[index], "arguments": "", "status": "in_progress"}
-            yield {"type": "response.output_item.added", "output_index": self._has_message + index, "item": item}
+            yield {"type": "response.output_item.added", "output_index": self._place(index), "item": item}
         if delta := self._calls[index]["arguments"][length or 0 :]:
-            at = {"item_id": self._calls[index]["id"], "output_index": self._has_message + index}
+            at = {"item_id": self._calls[index]["id"], "output_index": self._place(index)}
             yield {"type": "response.function_call_arguments.delta", **at, "delta": delta}
 
     def _call_done(self, index: int) -> Iterator[Values]:
-        call, at = self._call_items()[index], self._has_message + index
+        call, at = self._call_items()[index], self._place(index)
         done = {"item_id": call["id"], "output_index": at, "name": call["name"], "arguments": call["arguments"]}
         yield {"type": "response.function_call_arguments.done", **done}
         yield {"type": "response.output_item.done", "output_index": at, "item": call}
 
+    def _place(self, index: int) -> int:
+        """A call's, among all items."""
+        return self._has_thoughts + self._has_message + index
+
     def _message_done(self, status: str) -> Iterator[Values]:
-        at = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
-        part = self._part()
+        index = int(self._has_thoughts)
+        at, part = {"item_id": self._item_id, "output_index": index, "content_index": 0}, self._part()
         yield {"type": "response.output_text.done", **at, "text": part["text"], "logprobs": part["logprobs"]}
         yield {"type": "response.content_part.done", **at, "part": part}
-        yield {"type": "response.output_item.done", "output_index": 0, "item": self._item(status)}
+        yield {"type": "response.output_item.done", "output_index": index, "item": self._item(status)}
 
     def _call_items(self) -> list[Values]:
         """The calls; the last is incomplete where it was cut."""
@@ -298,15 +374,16 @@ class ResponseAnswer(Answer):
 
     def _items(self, status: str) -> list[Values]:
         calls = self._call_items()
-        has_message = not calls or any(self._texts)
-        return [*([self._item("completed" if calls else status)] if has_message else []), *calls]
+        thoughts = [self._thought_item(self._status_of_thoughts)] if any(self._thought_texts) else []
+        has_message = any(self._texts) or not (calls or thoughts)
+        return [*thoughts, *([self._item("completed" if calls else status)] if has_message else []), *calls]
 
     @property
     def _item_id(self) -> str:
         return f"msg_{self.request_id}"
 
     def _part(self) -> Values:
-        text, logprobs = "".join(self._texts), list(self._logprobs_so_far)
+        text, logprobs = "".join(self._texts), self._text_logprobs[self._num_thought_tokens :]
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
     def _item(self, status: str) -> Values:

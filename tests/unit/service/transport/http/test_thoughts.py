@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onward.v1 import generation_pb2 as pb
-from service.engine.types import FinishReason, SamplingParams
+from service.engine.types import FinishReason, SamplingParams, TokenLogprobs
 from service.generator import Accepted, Finished, Part, Piece
-from service.transport.http.answers import ChatAnswer
+from service.transport.http.answers import Answer, ChatAnswer
 from service.transport.http.requests import Asked, decode_chat
+from service.transport.http.responses import ResponseAnswer, decode_response
 from service.transport.http.thoughts import ThoughtParser
 from service.transport.http.tools import Tools
 from tests.unit.service.transport.http.test_tools import call, tools_of
@@ -44,7 +45,9 @@ def test_thoughts_and_text_are_the_same_however_they_come(case: tuple[str, bool,
     assert ["".join(each) for each in zip(*parts, strict=True)] == expected
 
 
-def answering(*, tools: Tools | None = None, form: str = "", is_within: bool = False) -> ChatAnswer:
+def answering(
+    kind: type[Answer] = ChatAnswer, *, tools: Tools | None = None, form: str = "", is_within: bool = False
+) -> Any:
     chat = SimpleNamespace(has_tagged_calls=True, has_thoughts=True, begins_within_thoughts={None: is_within})
     # Each token is a letter, as far as these are counted.
     tokenizer = SimpleNamespace(token_bytes=lambda token_id: bytes([token_id]))
@@ -52,7 +55,7 @@ def answering(*, tools: Tools | None = None, form: str = "", is_within: bool = F
     request = pb.GenerateRequest()
     if form:
         request.structured_output.regex = form
-    answer = ChatAnswer(Asked(request=request, tools=tools), SamplingParams(), lambda _: model)
+    answer = kind(Asked(request=request, tools=tools), SamplingParams(), lambda _: model)
     answer.accepted(Accepted("id", "m", 3))
     return answer
 
@@ -109,3 +112,89 @@ def test_earlier_thoughts_are_ahead_of_their_answer_as_templates_look_for_them(c
     said = {"role": "assistant", "content": content, "reasoning_content": "hm"}
     asked = decode_chat({"messages": [{"role": "user", "content": "a"}, said]})
     assert asked.request.chat.messages[1].content == f"<think>\nhm\n</think>\n\n{content or ''}"
+
+
+def parts_of(texts: list[str], reason: FinishReason) -> list[Part]:
+    """Each character is a token, and its log-probability is its place."""
+    at = itertools.count()
+    pieces = [
+        Piece(0, text, tuple(text.encode()), tuple(TokenLogprobs(-next(at), (), ()) for _ in text)) for text in texts
+    ]
+    return [*pieces, Finished(0, reason, None, None)]
+
+
+def built(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The output that a client builds of a stream's events; each must come in its place."""
+    output: list[dict[str, Any]] = []
+    for event in events:
+        kind = event["type"].removeprefix("response.")
+        if kind == "output_item.added":
+            assert event["output_index"] == len(output)
+            output.append(event["item"])
+        elif kind == "content_part.added":
+            output[event["output_index"]]["content"].append(event["part"])
+        elif kind.endswith("text.delta"):
+            assert output[-1]["status"] == "in_progress"
+            (part,) = output[-1]["content"]
+            assert output[-1]["id"] == event["item_id"]
+            part["text"] += event["delta"]
+            part.setdefault("logprobs", []).extend(event.get("logprobs", ()))
+        elif kind == "function_call_arguments.delta":
+            output[event["output_index"]]["arguments"] += event["delta"]
+        elif kind == "output_item.done":
+            item, mine = event["item"], output[event["output_index"]]
+            for part in mine.get("content", ()):
+                if part["type"] == "reasoning_text":
+                    del part["logprobs"]
+            assert mine | {"status": item["status"]} == item
+            mine["status"] = item["status"]
+    return output
+
+
+@pytest.mark.parametrize("reason", [FinishReason.END_OF_SEQUENCE, FinishReason.LENGTH])
+@pytest.mark.parametrize("has_tools", [False, True])
+@pytest.mark.parametrize("case", [*SPLIT, ("<think>hm</think>So:" + 2 * call("f", {"city": "a"}), False, "hm", "So:")])
+@given(cuts=st.lists(st.integers(0, 160), max_size=6))
+def test_a_response_has_its_thoughts_as_an_item_however_they_come(
+    case: tuple[str, bool, str, str], cuts: list[int], has_tools: bool, reason: FinishReason
+) -> None:
+    text, is_within, thoughts, content = case
+    places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    tools = tools_of() if has_tools else None
+    content = content if has_tools or "<tool_call>" not in text else text.partition("</think>")[2]
+    parts = parts_of([text[a:b] for a, b in itertools.pairwise(places)], reason)
+    whole = answering(ResponseAnswer, tools=tools, is_within=is_within).whole(parts)
+    stream = answering(ResponseAnswer, tools=tools, is_within=is_within)
+    assert built([event for part in parts for event in stream.chunks(part)]) == whole["output"]
+    kinds = {item["type"]: item for item in whole["output"]}
+    assert (kinds["reasoning"]["content"][0]["text"] if thoughts else "") == thoughts
+    assert ("reasoning" in kinds) == bool(thoughts)
+    assert ("message" in kinds) == (bool(content) or not thoughts)
+    assert ("function_call" in kinds) == (has_tools and "<tool_call>" in text)
+    is_cut = reason is FinishReason.LENGTH
+    if thoughts:
+        assert kinds["reasoning"]["status"] == ("incomplete" if is_cut and not content else "completed")
+    if "message" in kinds:
+        (part,) = kinds["message"]["content"]
+        assert part["text"] == content
+        # Every token behind the thoughts, once: line breaks have theirs, too.
+        begin = text.index("</think>") + len("</think>") if "</think>" in text and not text.startswith("Y") else 0
+        end = begin + len(part["logprobs"]) if "function_call" in kinds else len(text)
+        assert [-each["logprob"] for each in part["logprobs"]] == list(range(begin, end))
+
+
+def test_a_responses_thoughts_come_back_ahead_of_what_followed_them() -> None:
+    thoughts = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
+    said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Yes."}]}
+    called = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    asked = {"role": "user", "content": "a"}
+    tools = [{"type": "function", "name": "f", "parameters": {"type": "object"}}]
+    request = decode_response({"input": [asked, thoughts, said, asked, thoughts]}).request
+    contents = [(each.role, each.content) for each in request.chat.messages]
+    alone = "<think>\nhm\n</think>\n\n"
+    assert contents == [("user", "a"), ("assistant", alone + "Yes."), ("user", "a"), ("assistant", alone)]
+    messages = decode_response({"input": [asked, thoughts, called], "tools": tools}).messages
+    assert [(each.role, each.content, len(each.tool_calls)) for each in messages] == [
+        ("user", "a", 0),
+        ("assistant", alone, 1),
+    ]
