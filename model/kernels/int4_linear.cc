@@ -19,7 +19,7 @@ namespace onward {
 namespace {
 
 constexpr int64_t kVectorRows = 16;  // more rows amortize the unpacking of codes
-constexpr int64_t kMinTileRows = 12;  // fewer are multiplied faster by vectors
+constexpr int64_t kMinTileRows = 14;  // fewer are multiplied faster by vectors
 constexpr int32_t kZeroCode = 8;
 constexpr float kStep = 1.0f / 127;
 constexpr int64_t kGroup = 4;   // codes of a column that one instruction multiplies
@@ -149,6 +149,7 @@ void multiply_tile(BlockTiles& tiles, const int8_t* rows, const float* row_scale
                    const int8_t* weights, int64_t panel, int64_t count, float* output) {
   const int64_t width = matrix.num_rows, num_blocks = width / kInt4Block;
   const uint16_t* block_scales = matrix.scales + panel * num_blocks * kInt4PanelColumns;
+  const uint8_t* next_codes = matrix.panels + (panel + 1) * num_blocks * kBlockBytes;
   alignas(64) BlockSums exact[kDelay];
   alignas(64) float found[kTileRows][kTileColumns];
   __m512 sums[kTileRows];
@@ -159,6 +160,9 @@ void multiply_tile(BlockTiles& tiles, const int8_t* rows, const float* row_scale
   for (int64_t block = 0; block < num_blocks; ++block, block_scales += kInt4PanelColumns) {
     if (const int64_t next = block + kDelay - 1; next < num_blocks)
       multiply_block(tiles, rows, width, weights, next, exact);
+    // The next panel's weights come while this one's are multiplied.
+    for (int pair = 0; pair < kPairs; ++pair)
+      _mm_prefetch(next_codes + block * kBlockBytes + pair * 64, _MM_HINT_T0);
     const __m512 scales = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(block_scales)));
     const BlockSums& products = exact[block % kDelay];
 #pragma GCC unroll 16
