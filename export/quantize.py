@@ -4,7 +4,7 @@
     int8    one scale per output channel for weights, one per row (token) for activations; products of bytes add up
             exactly in int32 (`onward.Int8Linear`)
     int4    one scale per block of 32 inputs for weights; for activations one per row or, by standard operators, per
-            block of a row (`onward.Int4Linear`; `MatMulNBits` where an input is not a multiple of 32 or a scale exceeds
+            block of a row (`onward.Int4Linear`; `MatMulNBits` where an input is not a multiple of 32 or scales exceed
             float16)
 
 Every product of activations with a stored matrix is rewritten: projections around attention, feed-forward networks, the
@@ -150,21 +150,21 @@ def quantize_columns(weight: Float32) -> tuple[Int8, Float32]:
     return codes, scales
 
 
-def quantize_blocks(weight: Float32, block_size: int) -> tuple[UInt8, Float32]:
+def quantize_blocks(weight: Float32, block_size: int, least: np.floating[Any] | float = 0) -> tuple[UInt8, Float32]:
     """A weight `[K, N]` as nibbles `[N, K/block, block/2]`, low one first, and scales `[N, K/block]`; zero is 8.
 
     A block's extreme maps to about -8, since four bits reach one step further below zero than above. Several scales are
-    tried: clipping the extremes a little gives the other weights a finer scale.
+    tried: clipping the extremes a little gives the other weights a finer scale. None is below `least` in magnitude.
     """
     inner, outer = weight.shape
     packed = np.empty((outer, inner // block_size, block_size // 2), np.uint8)
     scales = np.empty((outer, inner // block_size), np.float32)
     for columns in _parts(outer):
-        packed[columns], scales[columns] = _quantize_some_blocks(weight[:, columns], block_size)
+        packed[columns], scales[columns] = _quantize_some_blocks(weight[:, columns], block_size, least)
     return packed, scales
 
 
-def _quantize_some_blocks(weight: Float32, block_size: int) -> tuple[UInt8, Float32]:
+def _quantize_some_blocks(weight: Float32, block_size: int, least: np.floating[Any] | float) -> tuple[UInt8, Float32]:
     inner, outer = weight.shape
     blocks = np.ascontiguousarray(weight.T).reshape(outer, inner // block_size, block_size)
     extremes = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=-1)[..., None], axis=-1)
@@ -176,6 +176,7 @@ def _quantize_some_blocks(weight: Float32, block_size: int) -> tuple[UInt8, Floa
         errors = np.square(_nibbles(blocks, scales) * scales - blocks).sum(axis=-1, keepdims=True)
         is_better = errors < best_errors
         best_scales, best_errors = np.where(is_better, scales, best_scales), np.where(is_better, errors, best_errors)
+    best_scales = np.copysign(np.maximum(np.abs(best_scales), np.float32(least)), best_scales)
     codes: UInt8 = (_nibbles(blocks, best_scales) + _INT4_ZERO).astype(np.uint8)
     packed: UInt8 = codes[..., ::2] | np.left_shift(codes[..., 1::2], np.uint8(4))
     return packed, best_scales[..., 0]
@@ -345,6 +346,9 @@ class _Int4:
         if block_size is None:
             raise ValueError(f"{product.name} has {inner} inputs, int4 needs a multiple of {BLOCK_SIZES[-1]}")
         weight, scales = quantize_blocks(product.weight, block_size)
+        if np.abs(scales).min() < _LEAST_FLOAT16 <= np.median(np.abs(scales)):
+            # A few faint blocks: their step becomes no larger than that of half the others.
+            weight, scales = quantize_blocks(product.weight, block_size, _LEAST_FLOAT16)
         if (
             block_size == INT4_BLOCK
             and np.abs(scales).min() >= _LEAST_FLOAT16

@@ -22,6 +22,7 @@ from model.spec.artifact import TOKENIZER
 _END = "<|end|>"
 # Transformers' names of matrices that write to the residual stream of pre-norm layers.
 _OUTPUTS = ("o_proj.weight", "down_proj.weight")
+_EMBEDDINGS, _LAST_NORM = "model.embed_tokens.weight", "model.norm.weight"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,9 +102,9 @@ SHAPES: Mapping[str, Shape] = {
 def make_folder(name: str, folder: Path) -> None:
     """Saves the model with random weights in bfloat16 and its tokenizer.
 
-    Weights are drawn as transformers initializes, but for those that write to the residual stream of pre-norm layers:
-    in sum they write about as much as the embeddings. Otherwise the layers outweigh the embeddings, and rounding errors
-    grow with depth beyond those of a trained model.
+    Weights are drawn as transformers initializes, but for the residual stream of pre-norm layers: what its layers write
+    is in sum about as large as the embeddings, and these are about 1. Otherwise the layers outweigh the embeddings, and
+    rounding errors grow with depth beyond those of a trained model.
     """
     import torch
     import transformers
@@ -118,16 +119,19 @@ def make_folder(name: str, folder: Path) -> None:
     torch.set_default_dtype(torch.bfloat16)
     config = getattr(transformers, shape.config_class)(**shape.fields, **ends)
     model = getattr(transformers, shape.model_class)(config)
-    _shrink_outputs(model)
+    _balance(model)
     model.save_pretrained(folder)
     (folder / TOKENIZER).write_text(json.dumps(tokenizer(size)), encoding="utf-8")
 
 
-def _shrink_outputs(model: Any) -> None:
-    outputs = [weight for name, weight in model.named_parameters() if name.endswith(_OUTPUTS)]
+def _balance(model: Any) -> None:
+    weights = dict(model.named_parameters())
+    outputs = [weight for name, weight in weights.items() if name.endswith(_OUTPUTS)]
     for weight in outputs:
-        # GPT-2's rule, in units of the embeddings: norms bring the inputs of these matrices to about 1.
-        weight.data.mul_(model.config.initializer_range * len(outputs) ** -0.5)
+        weight.data.mul_(len(outputs) ** -0.5)  # GPT-2's rule: norms bring the inputs of these matrices to about 1
+    if outputs:
+        weights[_EMBEDDINGS].data.div_(model.config.initializer_range)
+        weights[_LAST_NORM].data.mul_(model.config.initializer_range)  # the head is the embeddings' table
 
 
 def tokenizer(size: int) -> dict[str, Any]:

@@ -172,6 +172,19 @@ def test_int4_product_is_that_of_its_blocks(inner: int, outer: int, block: int, 
     assert (error[5] == 0).all(), "a row of zeros stays one"
 
 
+@pytest.mark.parametrize(("rest", "kind"), [(1.0, INT4_LINEAR), (1e-5, "MatMulNBits")])
+def test_a_faint_block_leaves_a_matrix_to_our_operator_unless_all_are_faint(rest: float, kind: str) -> None:
+    weight = np.float32(rest) * _weight(96, 33)
+    weight[32:64, 7] *= np.float32(1e-5 if rest == 1 else 1)
+    model = quantize(_linear(weight, None, 2), Precision.INT4)
+    assert [node.op_type for node in model.graph.node if node.op_type in (INT4_LINEAR, "MatMulNBits")] == [kind]
+    x = np.zeros((1, 96), np.float32)
+    x[0, 32:64] = 1
+    least = float(np.finfo(np.float16).tiny)
+    room = 32 * (0.5 * least if rest == 1 else 0.1 * np.abs(weight).max())
+    assert abs(_run(model, x)[0, 7] - weight[32:64, 7].sum()) <= room
+
+
 def test_int4_blocks_are_within_half_a_step_and_better_than_the_plain_scale() -> None:
     weight = RNG.standard_normal((256, 64)).astype(np.float32)
     codes, scales = quantize_blocks(weight, 32)
