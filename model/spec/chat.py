@@ -141,8 +141,8 @@ class Chat:
         """Whether the template shows tools."""
         self.has_thinking_switch = "enable_thinking" in names
         """Whether the template lets a conversation say whether the answer begins with thoughts."""
-        self.has_thoughts = THOUGHTS[1] in text
-        """Whether the template separates thoughts from answers."""
+        self.has_thoughts = THOUGHTS[1] in text and not tokenizer.control_spellings.intersection(THOUGHTS)
+        """Whether the template separates thoughts from answers, by tags that are text."""
         # Others have tags of the same name around XML.
         is_json = all(each in text for each in (*_CALL_TAGS, '"name"', '"arguments"')) and "<function=" not in text
         self.has_tagged_calls = is_json and not tokenizer.control_spellings.intersection(_CALL_TAGS)
@@ -276,11 +276,12 @@ class _Guard:
         """JSON for the template. No string of it is enclosed, as escapes would change it between its marks.
 
         Raises:
-            ValueError: for a string with a noncharacter.
+            ValueError: for a string with a noncharacter or a lone surrogate.
         """
         if isinstance(value, str):
-            if reserved := _MARKS.search(value):
-                raise ValueError(f"must not have the noncharacter U+{ord(reserved.group()):04X}")
+            if unfit := _UNFIT.search(value):
+                kind = "noncharacter" if _MARKS.match(unfit.group()) else "lone surrogate"
+                raise ValueError(f"must not have the {kind} U+{ord(unfit.group()):04X}")
             return self._ends.sub(self._break, value)
         if isinstance(value, Mapping):
             return {self.protect_value(key): self.protect_value(each) for key, each in value.items()}

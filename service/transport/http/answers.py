@@ -17,7 +17,7 @@ from service.repository.models import ServedModel
 from service.transport import codec
 from service.transport.http.requests import Asked
 from service.transport.http.thoughts import FIELD, ThoughtParser
-from service.transport.http.tools import CallParser
+from service.transport.http.tools import CALL_TAG, CallParser
 
 Values = dict[str, Any]
 
@@ -137,7 +137,8 @@ class Answer:
 
     def _thinking(self, index: int) -> ThoughtParser:
         if (parser := self._thoughts.get(index)) is None:
-            parser = self._thoughts[index] = ThoughtParser(is_within=self._begins_within_thoughts)
+            tag = CALL_TAG if self._asked.tools is not None and self._has_tagged_calls else None
+            parser = self._thoughts[index] = ThoughtParser(is_within=self._begins_within_thoughts, call_tag=tag)
         return parser
 
     def _count(self, index: int, token_ids: Sequence[int]) -> None:

@@ -141,12 +141,15 @@ def _add_input(request: pb.GenerateRequest, value: Any) -> list[Message]:
         kind = each.get("type", "message")
         had_thoughts, has_thoughts = has_thoughts, kind == "reasoning"
         if has_thoughts:
-            refuse_others(each, ("type", "id", "summary", "content", "status"), {}, ("encrypted_content",), place)
-            message = request.chat.messages.add(role="assistant")
-            thoughts = text_of(each.get("content") or [], f"{place}.content", (_THOUGHTS,))
+            refuse_others(each, ("type", "id", "content", "status"), {"summary": ([],)}, ("encrypted_content",), place)
+            message = pb.ChatMessage(role="assistant")
+            thoughts = "" if each.get("content") is None else text_of(each["content"], f"{place}.content", (_THOUGHTS,))
             set_text(message, "content", thoughts, f"{place}.content")
+            if not message.content:
+                has_thoughts = had_thoughts
+                continue
             message.content = with_thoughts(message.content, "")
-            messages.append(Message("assistant", message.content))
+            _add_message(request, messages, message, is_more=had_thoughts)
             continue
         if kind == "function_call":
             refuse_others(each, ("type", "id", "call_id", "name", "arguments", "status"), {}, (), place)
@@ -170,16 +173,19 @@ def _add_input(request: pb.GenerateRequest, value: Any) -> list[Message]:
         refuse_others(each, ("type", "role", "content", "id", "status"), {}, ("phase",), place)
         if each.get("role") not in ROLES:
             raise InvalidRequest(f"{place}.role", each.get("role"), f"must be one of {', '.join(ROLES)}")
-        message = request.chat.messages.add(role=each["role"])
+        message = pb.ChatMessage(role=each["role"])
         set_text(message, "content", text_of(each.get("content"), f"{place}.content", _TEXTS), f"{place}.content")
-        if had_thoughts and message.role == "assistant":
-            content = messages.pop().content + message.content
-            del request.chat.messages[-1]
-            request.chat.messages[-1].content = content
-            messages.append(Message("assistant", content))
-        else:
-            messages.append(Message(message.role, message.content))
+        _add_message(request, messages, message, is_more=had_thoughts and message.role == "assistant")
     return messages
+
+
+def _add_message(request: pb.GenerateRequest, messages: list[Message], message: pb.ChatMessage, *, is_more: bool) -> None:
+    """Adds a message; one that `is_more` goes on with the last, which has thoughts."""
+    if is_more:
+        message.content = messages.pop().content + message.content
+        del request.chat.messages[-1]
+    request.chat.messages.append(message)
+    messages.append(Message(message.role, message.content))
 
 
 class ResponseAnswer(Answer):
@@ -204,8 +210,9 @@ class ResponseAnswer(Answer):
         self._num_events = 0
         self._thought_texts: list[str] = []
         self._texts: list[str] = []
+        # Of the text's tokens; of all tokens until it is known which these are.
         self._text_logprobs: list[Values] = []
-        self._num_sent = 0
+        self._num_dropped = self._num_sent = 0
         self._status = "in_progress"
         self._usage: Values | None = None
         self._parser: CallParser | None = None
@@ -218,7 +225,10 @@ class ResponseAnswer(Answer):
         match part:
             case Piece():
                 self._count(0, part.token_ids)
-                if part.logprobs and not self._calls:  # which have none
+                if self._may_think and self._thinking(0).is_counting and self._thinking(0).num_tokens:
+                    self._num_dropped += len(self._text_logprobs) + len(part.logprobs)
+                    self._text_logprobs.clear()
+                elif part.logprobs and not self._calls:
                     self._text_logprobs += content_logprobs(self._tokenizer, part.token_ids, part.logprobs)
                 self._add(part.text)
             case Finished():
@@ -300,29 +310,31 @@ class ResponseAnswer(Answer):
         yield {"type": "response.content_part.added", **at, "part": empty}
 
     def _thought_events(self, thoughts: str) -> Iterator[Values]:
-        item = self._thought_item("in_progress")
         if not self._has_thoughts:
             self._has_thoughts = self._is_thinking = True
-            yield from self._item_begun(item, 0, {"type": _THOUGHTS, "text": ""})
-        at = {"item_id": item["id"], "output_index": 0, "content_index": 0}
+            yield from self._item_begun(self._thought_item("in_progress"), 0, {"type": _THOUGHTS, "text": ""})
+        at = {"item_id": self._thought_id, "output_index": 0, "content_index": 0}
         yield {"type": "response.reasoning_text.delta", **at, "delta": thoughts}
 
     def _thoughts_done(self) -> Iterator[Values]:
         self._is_thinking = False
         item = self._thought_item(self._status_of_thoughts)
-        at, (part,) = {"item_id": item["id"], "output_index": 0, "content_index": 0}, item["content"]
+        at, (part,) = {"item_id": self._thought_id, "output_index": 0, "content_index": 0}, item["content"]
         yield {"type": "response.reasoning_text.done", **at, "text": part["text"]}
         yield {"type": "response.content_part.done", **at, "part": part}
         yield {"type": "response.output_item.done", "output_index": 0, "item": item}
 
     @property
     def _status_of_thoughts(self) -> str:
-        """They are whole where something follows them."""
-        return "completed" if any(self._texts) or self._calls else self._status
+        return "completed" if self._thinking(0).has_ended else self._status
+
+    @property
+    def _thought_id(self) -> str:
+        return f"rs_{self.request_id}"
 
     def _thought_item(self, status: str) -> Values:
         content = [{"type": _THOUGHTS, "text": "".join(self._thought_texts)}]
-        return {"id": f"rs_{self.request_id}", "type": "reasoning", "summary": [], "content": content, "status": status}
+        return {"id": self._thought_id, "type": "reasoning", "summary": [], "content": content, "status": status}
 
     def _new_logprobs(self) -> list[Values]:
         """Those of the text's tokens that were not sent."""
@@ -331,7 +343,7 @@ class ResponseAnswer(Answer):
 
     @property
     def _num_thought_tokens(self) -> int:
-        return self._thinking(0).num_tokens if self._may_think else 0
+        return max(self._thinking(0).num_tokens - self._num_dropped, 0) if self._may_think else 0
 
     def _call_events(self, index: int, length: int | None) -> Iterator[Values]:
         """What is new of a call, of whose arguments `length` characters were sent; None of a new one."""

@@ -11,21 +11,28 @@ The opening tag is the model's own or already stands in the prompt. Over gRPC th
 
 from __future__ import annotations
 
+import re
+
 from model.spec.chat import THOUGHTS
 
 FIELD = "reasoning_content"
 _TAG, _END_TAG = THOUGHTS
+_SPACE = " \t\n\r\v\f"  # as of bytes
 
 
 class ThoughtParser:
     """Splits an output, as it comes. `is_within` is whether it begins inside of thoughts.
 
+    Thoughts end at their tag, or at `call_tag`, behind which a grammar lets nothing but calls follow.
+
     `num_tokens` are the tokens of its thoughts, tags included, among those that `count` had, while it `is_counting`.
     """
 
-    def __init__(self, *, is_within: bool) -> None:
+    def __init__(self, *, is_within: bool, call_tag: str | None = None) -> None:
         self._read = self._read_break if is_within else self._read_begin
-        self._is_past = False
+        self._ends = (_END_TAG,) if call_tag is None else (_END_TAG, call_tag)
+        self._end = re.compile("|".join(map(re.escape, self._ends)))
+        self.has_ended = False
         self._rest = self._thoughts = self._content = ""
         self._is_last = False
         self._spelled = _TAG.encode() if is_within else b""
@@ -38,13 +45,13 @@ class ThoughtParser:
             return
         self._num_seen += 1
         self._spelled = (self._spelled + spelled).lstrip()
-        tag, end = _TAG.encode(), _END_TAG.encode()
+        tag, ends = _TAG.encode(), [end.encode() for end in self._ends]
         self.is_counting = tag.startswith(self._spelled[: len(tag)])
         if self._spelled.startswith(tag):
             self.num_tokens = self._num_seen
-            self.is_counting = end not in self._spelled
-            # The end's beginning, at most, is kept beside the tag.
-            self._spelled = tag + self._spelled[len(tag) :][-len(end) :]
+            self.is_counting = not any(end in self._spelled for end in ends)
+            # An end's beginning, at most, is kept beside the tag.
+            self._spelled = tag + self._spelled[len(tag) :][-max(map(len, ends)) :]
 
     def take(self, text: str, *, is_last: bool = False) -> tuple[str, str]:
         """New thoughts, and new text behind them. Line breaks beside the tags are left out."""
@@ -56,7 +63,7 @@ class ThoughtParser:
         return self._thoughts, self._content
 
     def _read_begin(self) -> bool:
-        begin = self._rest.lstrip()
+        begin = self._rest.lstrip(_SPACE)
         if begin.startswith(_TAG):
             self._rest = begin.removeprefix(_TAG)
             self._read = self._read_break
@@ -67,23 +74,25 @@ class ThoughtParser:
         return True
 
     def _read_thoughts(self) -> bool:
-        text, tag, rest = self._rest.partition(_END_TAG)
-        if not tag and not self._is_last:
-            # What may be the beginning of the tag, and line breaks that may be ahead of it.
-            kept = next(size for size in range(len(_END_TAG) - 1, -1, -1) if text.endswith(_END_TAG[:size]))
-            rest = text[len(text[: len(text) - kept].rstrip("\n")) :]
-        text = text.removesuffix(rest) if not tag else text.rstrip("\n")
-        self._thoughts += text
-        self._rest = rest
-        if tag:
-            self._is_past, self._read = True, self._read_break
-        return bool(tag)
+        found = self._end.search(self._rest)
+        text = self._rest[: found.start()] if found else self._rest
+        if found:
+            self._rest = self._rest[found.end() if found.group() == _END_TAG else found.start() :]
+            self.has_ended, self._read = True, self._read_break
+        elif not self._is_last:
+            # What may be the beginning of an end, and line breaks that may be ahead of it.
+            kept = max(size for end in self._ends for size in range(len(end)) if text.endswith(end[:size]))
+            self._rest = text[len(text[: len(text) - kept].rstrip("\n")) :]
+        else:
+            self._rest = ""
+        self._thoughts += text.rstrip("\n") if found else text.removesuffix(self._rest)
+        return found is not None
 
     def _read_break(self) -> bool:
         """Line breaks behind a tag."""
         self._rest = self._rest.lstrip("\n")
         if self._rest:
-            self._read = self._read_content if self._is_past else self._read_thoughts
+            self._read = self._read_content if self.has_ended else self._read_thoughts
         return bool(self._rest)
 
     def _read_content(self) -> bool:

@@ -30,7 +30,7 @@ Values = dict[str, Any]
 FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
 _MAX_TOOLS = 128
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
-_TAG, _END_TAG = "<tool_call>", "</tool_call>"
+CALL_TAG, _END_TAG = "<tool_call>", "</tool_call>"
 _HEAD = re.compile(r'\s*\{"name": "([a-zA-Z0-9_-]+)", "arguments": ')
 _STRICT = {"lenient": False, "coerce_one_of": False}
 # The grammar's lines ahead of the first function's schema.
@@ -82,13 +82,13 @@ class Tools:
         if not chat.has_tools:
             raise UnsupportedFeature("tools", "is not supported: the model's template has none")
         if not chat.has_tagged_calls and not self.must_call:
-            why = f"is not supported as auto: the model's template has no calls in {_TAG} of text; required is"
+            why = f"is not supported as auto: the model's template has no calls in {CALL_TAG} of text; required is"
             raise UnsupportedFeature("tool_choice", why)
         request.structured_output.grammar = self.grammar(is_tagged=chat.has_tagged_calls)
 
     def grammar(self, *, is_tagged: bool) -> str:
         """In Lark's notation. The functions' schemas have a line each, by which `locating` finds them."""
-        opening, tag, end = ("\n{", _TAG, "}\n" + _END_TAG) if is_tagged else ("{", "", "}")
+        opening, tag, end = ("\n{", CALL_TAG, "}\n" + _END_TAG) if is_tagged else ("{", "", "}")
         first = "opening" if not self.must_call else json.dumps(tag) if tag else ""
         more = f"({json.dumps(chr(10) + tag)} call)*" if self.is_parallel and is_tagged else ""
         start = f"{first} call {more}".strip()
@@ -101,7 +101,7 @@ class Tools:
             lines.append(f"call_{index}: {json.dumps(head)} args_{index} {json.dumps(end)}")
         if not self.must_call:
             lines.append("TEXT: /(?s:.*)/")
-            lines.append(f"opening[lazy]: /(?s:.*){_TAG}/")
+            lines.append(f"opening[lazy]: /(?s:.*){CALL_TAG}/")
         return "\n".join(lines)
 
     @contextmanager
@@ -273,9 +273,9 @@ class CallParser:
         return self._content, self._deltas
 
     def _read_text(self) -> bool:
-        text, tag, rest = self._rest.partition(_TAG)
+        text, tag, rest = self._rest.partition(CALL_TAG)
         if not tag:
-            kept = next(size for size in range(len(_TAG) - 1, -1, -1) if text.endswith(_TAG[:size]))
+            kept = next(size for size in range(len(CALL_TAG) - 1, -1, -1) if text.endswith(CALL_TAG[:size]))
             text, rest = text[: len(text) - kept], text[len(text) - kept :]
         # Between calls is a line break.
         self._content += "" if self.num_calls else text

@@ -413,8 +413,9 @@ def test_tools_and_calls_are_shown_as_they_are() -> None:
     assert chat.has_tools
     assert not chat.has_tagged_calls
     assert not make(CHATML).has_tools
-    with pytest.raises(ConversationError, match="noncharacter"):
-        chat.render([Message("user", "x")], [{"a": ["\ufdd1"]}])
+    for unfit, kind in (("\ufdd1", "noncharacter"), ("\ud800", "lone surrogate")):
+        with pytest.raises(ConversationError, match=kind):
+            chat.render([Message("user", "x")], [{"a": [unfit]}])
 
 
 def test_calls_are_known_by_their_tags_around_json() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from onward.v1 import generation_pb2 as pb
 from service.engine.types import FinishReason, SamplingParams, TokenLogprobs
+from service.errors import RequestError
 from service.generator import Accepted, Finished, Part, Piece
 from service.transport.http.answers import Answer, ChatAnswer
 from service.transport.http.requests import Asked, decode_chat
@@ -26,6 +28,7 @@ SPLIT = [
     (" \n<think></think>Yes.", False, "", "Yes."),
     ("\nhm\n</think>\n\nYes.</think>", True, "hm", "Yes.</think>"),
     ("hm </thin", True, "hm </thin", ""),
+    ("\x1f<think>hm</think>", False, "", "\x1f<think>hm</think>"),
     ("<think>\nhm\n", False, "hm\n", ""),
     ("Yes.<think>hm</think>", False, "", "Yes.<think>hm</think>"),
     (" <thi", False, "", " <thi"),
@@ -91,7 +94,7 @@ def test_tokens_of_thoughts_are_counted_up_to_their_end(case: tuple[str, bool, s
     tokens = [text[a:b] for a, b in itertools.pairwise(places) if a < b]
     for token in tokens:
         parser.count(token.encode())
-    ends = "</think>" in text and (is_within or text.lstrip().startswith("<think>"))
+    ends = "</think>" in text and (is_within or text.lstrip(" \n").startswith("<think>"))
     end = text.index("</think>") + len("</think>") if ends else len(text)
     # Those that begin ahead of the end of thoughts.
     expected = sum(at < end for at in sorted(set(places))[:-1]) if thoughts or ends else 0
@@ -99,9 +102,13 @@ def test_tokens_of_thoughts_are_counted_up_to_their_end(case: tuple[str, bool, s
 
 
 def test_calls_follow_thoughts() -> None:
-    said = "<think>\n<tool_call>?\n</think>\n\nSo:" + call("f", {"city": "a"})
+    said = "<think>\nhm\n</think>\n\nSo:" + call("f", {"city": "a"})
     found = message([said[:20], said[20:]], tools=tools_of())
-    assert (found["reasoning_content"], found["content"]) == ("<tool_call>?", "So:")
+    assert (found["reasoning_content"], found["content"]) == ("hm", "So:")
+    assert [each["function"]["name"] for each in found["tool_calls"]] == ["f"]
+    # Behind its tag the grammar lets nothing but a call follow, within thoughts, too.
+    found = message(["<think>\nhm\n", *call("f", {"city": "a"})], tools=tools_of())
+    assert (found["reasoning_content"], found["content"]) == ("hm", None)
     assert [each["function"]["name"] for each in found["tool_calls"]] == ["f"]
     must = message([call("f", {"city": "a"})], tools=tools_of(tool_choice="required"), form=".*", is_within=True)
     assert len(must["tool_calls"]) == 1
@@ -153,7 +160,14 @@ def built(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("reason", [FinishReason.END_OF_SEQUENCE, FinishReason.LENGTH])
 @pytest.mark.parametrize("has_tools", [False, True])
-@pytest.mark.parametrize("case", [*SPLIT, ("<think>hm</think>So:" + 2 * call("f", {"city": "a"}), False, "hm", "So:")])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *SPLIT,
+        ("<think>hm</think>So:" + 2 * call("f", {"city": "a"}), False, "hm", "So:"),
+        ("hm</think>" + call("f", {"city": "a"}), True, "hm", ""),
+    ],
+)
 @given(cuts=st.lists(st.integers(0, 160), max_size=6))
 def test_a_response_has_its_thoughts_as_an_item_however_they_come(
     case: tuple[str, bool, str, str], cuts: list[int], has_tools: bool, reason: FinishReason
@@ -173,12 +187,13 @@ def test_a_response_has_its_thoughts_as_an_item_however_they_come(
     assert ("function_call" in kinds) == (has_tools and "<tool_call>" in text)
     is_cut = reason is FinishReason.LENGTH
     if thoughts:
-        assert kinds["reasoning"]["status"] == ("incomplete" if is_cut and not content else "completed")
+        assert kinds["reasoning"]["status"] == ("incomplete" if is_cut and "</think>" not in text else "completed")
     if "message" in kinds:
         (part,) = kinds["message"]["content"]
         assert part["text"] == content
         # Every token behind the thoughts, once: line breaks have theirs, too.
-        begin = text.index("</think>") + len("</think>") if "</think>" in text and not text.startswith("Y") else 0
+        may_think = is_within or text.lstrip(" \n").startswith("<think>")
+        begin = text.index("</think>") + len("</think>") if may_think and "</think>" in text else 0
         end = begin + len(part["logprobs"]) if "function_call" in kinds else len(text)
         assert [-each["logprob"] for each in part["logprobs"]] == list(range(begin, end))
 
@@ -193,6 +208,17 @@ def test_a_responses_thoughts_come_back_ahead_of_what_followed_them() -> None:
     contents = [(each.role, each.content) for each in request.chat.messages]
     alone = "<think>\nhm\n</think>\n\n"
     assert contents == [("user", "a"), ("assistant", alone + "Yes."), ("user", "a"), ("assistant", alone)]
+    # Without text they say nothing; two in a row are of one answer.
+    bare = thoughts | {"content": None, "encrypted_content": None}
+    more = decode_response({"input": [asked, bare, thoughts, bare, thoughts, said]}).request
+    assert [each.content for each in more.chat.messages] == ["a", 2 * alone + "Yes."]
+    for changes, field in (
+        ({"summary": [{"type": "summary_text", "text": "hm"}]}, "input[1].summary"),
+        ({"encrypted_content": "x"}, "input[1].encrypted_content"),
+        ({"content": 0}, "input[1].content"),
+    ):
+        with pytest.raises(RequestError, match=re.escape(field)):
+            decode_response({"input": [asked, thoughts | changes]})
     messages = decode_response({"input": [asked, thoughts, called], "tools": tools}).messages
     assert [(each.role, each.content, len(each.tool_calls)) for each in messages] == [
         ("user", "a", 0),
