@@ -179,7 +179,9 @@ def _add_input(request: pb.GenerateRequest, value: Any) -> list[Message]:
     return messages
 
 
-def _add_message(request: pb.GenerateRequest, messages: list[Message], message: pb.ChatMessage, *, is_more: bool) -> None:
+def _add_message(
+    request: pb.GenerateRequest, messages: list[Message], message: pb.ChatMessage, *, is_more: bool
+) -> None:
     """Adds a message; one that `is_more` goes on with the last, which has thoughts."""
     if is_more:
         message.content = messages.pop().content + message.content
