@@ -20,9 +20,12 @@ from export.operators import (
     CONTRIB,
     DOMAIN,
     GELU,
+    INT4_LINEAR,
     INT8_ATTENTION,
     INT8_LINEAR,
     add_functions,
+    pack_int4_panels,
+    pack_int4_scales,
     pack_panels,
 )
 from model import kernels
@@ -118,6 +121,18 @@ def int8_linear(
     node = helper.make_node(name_of(INT8_LINEAR, biased=biased, gelu=gelu), ["x", *stored], ["y"], domain=DOMAIN)
     attributes = {"step": float(step), "zero": 0 if positive else 128, "K": inner}
     node.attribute.extend(helper.make_attribute(name, value) for name, value in attributes.items())
+    return model_of([node], {"x": np.zeros((1, inner), np.float32)}, ["y"], stored)
+
+
+def int4_linear(
+    codes: npt.NDArray[np.uint8], scales: Float32, bias: Float32 | None = None, *, gelu: bool = False
+) -> onnx.ModelProto:
+    """Of codes `[N, K / 32, 32]` and scales `[N, K / 32]`."""
+    outer, inner = len(codes), codes[0].size
+    stored: dict[str, Array] = {"panels": pack_int4_panels(codes), "scales": pack_int4_scales(scales)}
+    stored |= {} if bias is None else {"bias": bias}
+    kind = name_of(INT4_LINEAR, biased=bias is not None, gelu=gelu)
+    node = helper.make_node(kind, ["x", *stored], ["y"], domain=DOMAIN, K=inner, N=outer)
     return model_of([node], {"x": np.zeros((1, inner), np.float32)}, ["y"], stored)
 
 

@@ -26,7 +26,7 @@ constexpr int64_t kGroup = 4;   // codes of a column that one instruction multip
 constexpr int kPairs = 4;       // pairs of groups in a block, each pair in one register
 constexpr int kChains = 4;      // chains of additions that hide the latency of one: of rows, or of parts of few rows
 constexpr int64_t kBlockBytes = kPairs * 64;
-constexpr int64_t kDelay = 4;  // tiles: the sums of one are added while those of the others are stored
+constexpr int64_t kDelay = 4;  // blocks in flight: a block's sums are scaled three blocks after they are stored
 constexpr int64_t kAhead = 8;  // prefetch distance in blocks
 
 // Quantized rows.
@@ -185,7 +185,9 @@ void multiply(const Parallel& parallel, const float* rows, int64_t num_rows, con
   thread_local Scratch<float> scale_scratch;
   thread_local Scratch<int32_t> block_scratch;
   // Plain pointers for the lambdas: the thread_local names mean other objects on other threads.
-  int8_t* const bytes = byte_scratch.at_least((num_rows + kTileRows - 1) / kTileRows * kTileRows * width);
+  const bool uses_tiles = num_rows >= kMinTileRows && has_tiles();
+  const int64_t num_read = uses_tiles ? (num_rows + kTileRows - 1) / kTileRows * kTileRows : num_rows;
+  int8_t* const bytes = byte_scratch.at_least(num_read * width);
   float* const scales = scale_scratch.at_least(num_rows);
   int32_t* const offsets = block_scratch.at_least(num_rows * num_blocks);
 
@@ -197,8 +199,7 @@ void multiply(const Parallel& parallel, const float* rows, int64_t num_rows, con
     const Rounded rounded{bytes + row * width, scales + row, offsets + row * num_blocks};
     kVectors[count - 1](rounded, matrix, panel, output + row * matrix.num_columns);
   };
-  if (num_rows < kMinTileRows || !has_tiles())
-    return for_each_tile(parallel, num_panels, num_rows, kVectorRows, multiply_by_vectors);
+  if (!uses_tiles) return for_each_tile(parallel, num_panels, num_rows, kVectorRows, multiply_by_vectors);
   share(parallel, num_panels, [=, &matrix](int64_t begin, int64_t end) {
     thread_local Scratch<int8_t> weight_scratch;
     int8_t* const weights = weight_scratch.at_least(width * kInt4PanelColumns);

@@ -36,7 +36,7 @@ constexpr int64_t kMinTileRows = 8;  // fewer are multiplied faster by vectors
 // Bytes of a quantized row, in whole groups. Bytes past the row meet weights of zero.
 int64_t padded(int64_t width) { return (width + kGroupRows - 1) / kGroupRows * kGroupRows; }
 
-// Sums of products of rows with one panel's columns that begin with the first `depth` bytes.
+// A panel's sums over the first `depth` bytes of each row; `depth` is 0 for none.
 struct Begun {
   int64_t depth;
   const int32_t (*sums)[kPanelColumns];
@@ -119,7 +119,7 @@ int64_t add_tiles(Tiles<kTileBytes>& tiles, const uint8_t* rows, int64_t width, 
   return k;
 }
 
-// One panel's columns for a block of `count` quantized rows. Memory past them is read, up to a whole block.
+// One panel's columns for a block of `count` quantized rows. Memory past them is read, up to whole tiles.
 void multiply_block(Tiles<kTileBytes>& tiles, const uint8_t* rows, const float* row_scales, const Int8Matrix& matrix,
                     int64_t panel, int64_t count, float* output) {
   const int64_t width = padded(matrix.num_rows);
@@ -166,7 +166,9 @@ void multiply(const Parallel& parallel, const float* rows, int64_t num_rows, con
   thread_local Scratch<uint8_t> bytes;
   thread_local Scratch<float> scales;
   // Plain pointers for the lambdas: the thread_local names mean other objects on other threads.
-  uint8_t* const rounded = bytes.at_least((num_rows + kBlockRows - 1) / kBlockRows * kBlockRows * stride);
+  const bool uses_tiles = num_rows >= kMinTileRows && has_tiles();
+  const int64_t num_read = uses_tiles ? (num_rows + kTileRows - 1) / kTileRows * kTileRows : num_rows;
+  uint8_t* const rounded = bytes.at_least(num_read * stride);
   float* const row_scales = scales.at_least(num_rows);
 
   for_each_row(parallel, num_rows, width, [=](int64_t row) {
@@ -175,8 +177,7 @@ void multiply(const Parallel& parallel, const float* rows, int64_t num_rows, con
   const auto multiply_by_vectors = [=, &matrix](int64_t panel, int64_t row, int64_t count) {
     kVectors[count - 1](rounded + row * stride, row_scales + row, matrix, panel, output + row * matrix.num_columns, {});
   };
-  if (num_rows < kMinTileRows || !has_tiles())
-    return for_each_tile(parallel, num_panels, num_rows, kVectorRows, multiply_by_vectors);
+  if (!uses_tiles) return for_each_tile(parallel, num_panels, num_rows, kVectorRows, multiply_by_vectors);
   share(parallel, num_panels, [=, &matrix](int64_t begin, int64_t end) {
     Tiles<kTileBytes> tiles;
     for (int64_t panel = begin; panel < end; ++panel) {

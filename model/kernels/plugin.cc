@@ -113,8 +113,10 @@ extern "C" __attribute__((visibility("default"))) const char* OnwardOperators() 
   return names.c_str();
 }
 
-// Whether products of many rows use AMX: for the server's log.
-extern "C" __attribute__((visibility("default"))) int OnwardHasTiles() { return onward::has_tiles(); }
+// Whether int8 and int4 products of many rows use AMX: for the server's log.
+extern "C" __attribute__((visibility("default"))) int OnwardHasTiles() {
+  return onward::can_multiply() && onward::has_tiles();
+}
 
 // ONNX Runtime calls this when a session's options register the library.
 extern "C" __attribute__((visibility("default"))) ort::Status* RegisterCustomOps(ort::SessionOptions* options,
@@ -122,6 +124,7 @@ extern "C" __attribute__((visibility("default"))) ort::Status* RegisterCustomOps
   void* const* functions = base->get_api(ort::kVersion);
   if (!functions) return ort::Api{base->get_api(1)}.create_status(ort::kFail, "this ONNX Runtime is older than 1.24");
   const ort::Api api{functions};
+  onward::has_tiles();  // asked here, not by the first product
   return onward::leaves_weights(api, options) ? onward::add_domain<false>(api, options)
                                               : onward::add_domain<true>(api, options);
 }

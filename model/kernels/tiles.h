@@ -5,8 +5,8 @@
 
 namespace onward {
 
-// Whether this process may use tile registers. Some virtual machines announce them and fail at the first instruction,
-// so the first call tries one.
+// Whether this process may use tile registers. The first call asks Linux to permit them, which makes signal frames
+// larger, and tries them with a handler of its own for SIGILL: some virtual machines announce what they do not have.
 bool has_tiles();
 
 constexpr int64_t kTileRows = 16;
@@ -58,6 +58,7 @@ class Tiles {
     uint16_t row_bytes[16] = {64, 64, 64, 64, depth, depth, 64, 64};
     uint8_t num_rows[16] = {16, 16, 16, 16, 16, 16, depth / 4, depth / 4};
   };
+  static_assert(sizeof(Configuration) == 64);
   static constexpr Configuration kConfiguration{};
 };
 

@@ -1,5 +1,5 @@
-// A double of the kernels' tiles.h for processors without AMX, and for sanitizers, which see no access of its
-// instructions: their definitions in plain C++.
+// A double of the kernels' tiles.h in plain C++: for processors with VNNI that lack AMX, and for sanitizers, which see no
+// access of its instructions.
 #pragma once
 
 #include <cstdint>
@@ -61,7 +61,7 @@ class Tiles {
     }
   }
 
-  uint8_t tiles_[8][16][64];
+  uint8_t tiles_[8][16][64] = {};
 };
 
 }  // namespace onward

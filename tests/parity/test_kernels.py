@@ -29,16 +29,14 @@ from export.operators import (
     LINEAR,
     SWIGLU,
     add_functions,
-    pack_int4_panels,
-    pack_int4_scales,
 )
 from export.quantize import quantize
 from model.spec.artifact import Precision
 from tests.own_operators import (
     NEEDS_KERNELS,
-    Array,
     AttentionCase,
     Float32,
+    int4_linear,
     int8_linear,
     model_of,
     name_of,
@@ -135,13 +133,9 @@ def test_int4_linear_is_its_definition_and_each_rows_own(
     codes = rng.integers(0, 16, (outer, num_blocks, INT4_BLOCK)).astype(np.uint8)
     scales = rng.uniform(-0.1, 0.1, (outer, num_blocks)).astype(np.float16).astype(np.float32)
     bias = rng.standard_normal(outer).astype(np.float32) * biased
-    stored: dict[str, Array] = {"panels": pack_int4_panels(codes), "scales": pack_int4_scales(scales)}
-    stored |= {"bias": bias} if biased else {}
     x = rng.standard_normal((num_rows, inner)).astype(np.float32) * rng.choice([1e-3, 1, 1e3], (num_rows, 1))
     x = x.astype(np.float32)
-    kind = name_of(INT4_LINEAR, biased=biased, gelu=gelu)
-    node = helper.make_node(kind, ["x", *stored], ["y"], domain=DOMAIN, K=inner, N=outer)
-    model = model_of([node], {"x": x}, ["y"], stored)
+    model = int4_linear(codes, scales, bias if biased else None, gelu=gelu)
     session = open_session(model, by_kernels=True)
     (found,) = session.run(None, {"x": x})
     weight = ((codes.astype(np.float64) - 8) * scales[..., None]).reshape(outer, inner)

@@ -45,6 +45,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
     monkeypatch.setattr(startup, "build_engines", lambda *_: note("build", {MODEL: engine_for(model)})())
     monkeypatch.setattr(kernels, "why_not", lambda: None)
     monkeypatch.setattr(kernels, "operators", lambda: ("One",))
+    monkeypatch.setattr(kernels, "has_tiles", lambda: False)
     yield done
     sys.setswitchinterval(interval)
 
@@ -90,7 +91,7 @@ async def test_serve_and_a_replica_on_ray_start_alike(
     await (serve(config) if way == "serve" else replicate(config, monkeypatch, tmp_path))
     assert steps == ["settle", "load", ("threads", 3), "share", "build"]
     assert sys.getswitchinterval() == pytest.approx(0.0005)
-    assert "kernels compute these of our own operators: One" in caplog.text
+    assert "kernels compute these of our own operators: One" in caplog.messages
 
 
 @pytest.mark.parametrize(
