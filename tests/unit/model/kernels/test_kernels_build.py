@@ -235,7 +235,11 @@ def test_the_real_sources_are_built_without_a_warning_and_registered(
     assert built.path.name == kernels.library_name(FOLDER)
     command = ["nm", "--dynamic", "--defined-only", str(built.path)]
     symbols = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
-    assert {line.split()[-1] for line in symbols.splitlines()} == {"OnwardOperators", "RegisterCustomOps"}
+    assert {line.split()[-1] for line in symbols.splitlines()} == {
+        "OnwardHasTiles",
+        "OnwardOperators",
+        "RegisterCustomOps",
+    }
     ort.SessionOptions().register_custom_ops_library(str(built.path))
     monkeypatch.setattr(kernels, "library", lambda: built.path)
     # Other tests of kernels use this list.
