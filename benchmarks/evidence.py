@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -56,6 +57,20 @@ class Table:
     command: str
     minutes: int
 
+    @property
+    def code(self) -> list[str]:
+        """What decides its figures, as git's pathspecs: not what only other tables run."""
+        words = self.command.split()
+        own = ["demo.py"]
+        if words[:2] == ["benchmarks", "run"]:
+            scenario = Path(__file__).parent / "scenarios" / f"{words[2]}.py"
+            imported = _IMPORTED.findall(scenario.read_text(encoding="utf-8"))
+            own = [f"scenarios/{name}.py" for name in (words[2], *imported)]
+        shared = [path for path in provenance.MEASURED if path != "benchmarks"]
+        parts = [*own, "frame", "infra", "models", "peers", "training"]
+        others = [f":(exclude){path}" for path, kind in _OPTIONAL.items() if kind != self.name.partition("-")[0]]
+        return [*shared, *(f"benchmarks/{part}" for part in parts), *others]
+
 
 @dataclass(frozen=True, slots=True)
 class Claim:
@@ -71,6 +86,15 @@ class Claim:
 
 
 _IN_README = 5
+_IMPORTED = re.compile(r"^from benchmarks\.scenarios(?:\.| import )(\w+)", re.MULTILINE)
+_OPTIONAL = {
+    "service/transport/http": "http",
+    "service/engine/sampling/grammar.py": "structured",
+    "service/process/grammar_check.py": "structured",
+    "service/repository/grammars.py": "structured",
+    "loadtest/provenance.py": "",
+}
+"""Code that runs only for one kind of table, or for none."""
 _QUALITY = "benchmarks run quality build/checkpoints/{0} --docs --name quality-{0}"
 _FAITHFULNESS = "benchmarks run faithfulness build/checkpoints/{0} --docs --name faithfulness-{0}"
 _BENCH = "benchmarks run bench --models {0} --precisions {1} --repeats 1 --new 64 --prompts 512,1024"
@@ -138,7 +162,8 @@ def _http(results: Results) -> str:
 
 
 def _structured(results: Results) -> str:
-    return f"{times(results['ratio'], results['ratio_interval'])}, {results['steps_saved']:.0%}"
+    ratios = [times(ratio, results["ratio_intervals"][kind]) for kind, ratio in results["ratios"].items()]
+    return f"{', '.join(ratios)}; {results['steps_saved']:.0%}"
 
 
 def _prediction(results: Results) -> str:
@@ -264,7 +289,7 @@ CLAIMS = (
         for name in ("stdlib", "llama-110m")
     ),
     Claim(
-        "8 streams with a JSON schema ÷ free text, and the steps that drafts save one document alone",
+        "8 streams with a JSON schema ÷ free text, greedy and sampled; steps that drafts save one document alone",
         "structured",
         _structured,
     ),
@@ -342,7 +367,7 @@ def state(each: Table, folder: Path) -> str:
     results = read(each.name, folder)
     if results is None:
         return "not measured"
-    count = provenance.commits_since(results["commit"])
+    count = provenance.commits_since(results["commit"], each.code)
     since = f"measured {results['date']} at {results['commit']}"
     if count is None:
         return f"{since}, which is not in this history"
@@ -361,11 +386,16 @@ def written(text: str, page: Path) -> str:
     for claim in claims:
         if (results := read(claim.table, FOLDER)) is not None:
             command = results["command"].replace(" --docs", "")
-            where = f"`{results['commit']}`, {results['date']}"
+            where = f"`{results['commit']}`, {results['date']}, {_processor(results['machine'])}"
             rows.append((claim.what, f"[{claim.figure(results)}]({link}/{claim.table}.json)", f"`{command}`", where))
     if page == README:
         del rows[_IN_README:]
     return replace(text, BEGIN, END, "\n".join(table("what|figure (95 % interval)|command|at", rows, text_columns=4)))
+
+
+def _processor(machine: Mapping[str, Any]) -> str:
+    name = machine["processor"].replace("(R)", "").removesuffix(" Processor")
+    return f"{name} with AMX" if machine["amx"] else str(name)
 
 
 def _measure(wanted: Sequence[Table]) -> int:

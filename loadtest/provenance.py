@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 MEASURED = ("service", "model", "export", "onward", "proto", "loadtest", "benchmarks", "constraints.txt")
@@ -25,9 +26,9 @@ def is_changed() -> bool:
     return bool(_git("status", "--porcelain", "--", *MEASURED))
 
 
-def commits_since(commit: str) -> int | None:
-    """Commits that changed measured code after this one; None if it is unknown here."""
-    count = _git("rev-list", "--count", f"{commit}..HEAD", "--", *MEASURED)
+def commits_since(commit: str, code: Sequence[str] = MEASURED) -> int | None:
+    """Commits that changed this code, as git's pathspecs, after this one; None if it is unknown here."""
+    count = _git("rev-list", "--count", f"{commit}..HEAD", "--", *code)
     return None if count is None else int(count)
 
 

@@ -299,6 +299,24 @@ class LogitsRules:
         """Counts a generated token."""
         self._tokens.add(token_id)
 
+    def spare(self, token_id: int) -> bool:
+        """Whether a row whose highest logit is this token's has it for its highest still, of what the rules leave.
+
+        False, too, where that takes as long to say as `apply`.
+        """
+        matcher = self._tokens.matcher
+        for transform in self._transforms:
+            match transform:
+                case _GrammarMask():
+                    spares = matcher is None or matcher.allows(token_id)
+                case _MaskedTokens():
+                    spares = token_id not in transform.token_ids
+                case _:
+                    spares = False
+            if not (spares or transform.is_idle(self._tokens)):
+                return False
+        return True
+
     def apply(self, row: Float32) -> Float32:
         """The logits by which the next token is chosen.
 

@@ -37,7 +37,8 @@ NEUTRAL: dict[str, Any] = {
     "service_tier": "auto",
     "store": False,
     "truncation": "disabled",
-    "include": ["message.output_text.logprobs"],
+    "include": ["message.output_text.logprobs", "reasoning.encrypted_content"],
+    "reasoning": {"effort": "none", "summary": "auto"},
 }
 REFUSED: dict[str, Any] = {
     "access_programs": {},
@@ -46,14 +47,13 @@ REFUSED: dict[str, Any] = {
     "context_management": [{}],
     "conversation": "c",
     "image": {},
-    "include": ["reasoning.encrypted_content"],
+    "include": ["file_search_call.results"],
     "max_tool_calls": 1,
     "moderation": {},
     "previous_response_id": "resp_1",
     "prompt": {"id": "x"},
     "prompt_cache_options": {},
     "prompt_cache_retention": "24h",
-    "reasoning": {"effort": "low"},
     "service_tier": "flex",
     "store": True,
     "truncation": "auto",
@@ -97,6 +97,9 @@ async def test_every_field_has_its_effect_or_is_refused_by_name() -> None:
             ({"max_output_tokens": 0}, "max_output_tokens"),
             ({"top_logprobs": 1}, "top_logprobs"),
             ({"metadata": {"a": 1}}, "metadata"),
+            ({"reasoning": {"effort": "low"}}, "reasoning.effort"),
+            ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
+            ({"chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs.enable_thinking"),
         ):
             refused = await respond(server, changes)
             assert (refused.status, refused.error["param"]) == (400, param), refused.body
@@ -142,6 +145,8 @@ async def test_events_build_the_response() -> None:
         assert last.response.output_text == whole.output_text
         assert last.response.usage == whole.usage
         assert last.response.output[0].content[0].logprobs == whole.output[0].content[0].logprobs
+        history: Any = [*MESSAGES, whole.output[0].model_dump(), *MESSAGES]  # as it was given, with all that it has
+        assert (await client.responses.create(input=history, **options)).output_text
         # openai-python's helper knows no other end than completed.
         options["extra_body"] = {"ignore_eos": True, "stop": whole.output_text[3]}
         async with client.responses.stream(input="ab", **options) as stream:

@@ -267,9 +267,17 @@ async def test_thinking_is_switched_where_the_template_can(tmp_path: Path) -> No
             fields = {"messages": MESSAGES, "max_tokens": 1, "chat_template_kwargs": given}
             lengths.append((await ask(server, CHAT, fields)).json["usage"]["prompt_tokens"])
         assert lengths == [lengths[0], lengths[0], lengths[0] + 3]
+        for effort, length in (("none", lengths[2]), ("medium", lengths[0])):
+            chat = await ask(server, CHAT, {"messages": MESSAGES, "max_tokens": 1, "reasoning_effort": effort})
+            body = {"input": MESSAGES, "max_output_tokens": 1, "reasoning": {"effort": effort}}
+            response = await ask(server, "/v1/responses", body)
+            assert chat.json["usage"]["prompt_tokens"] == response.json["usage"]["input_tokens"] == length
         for given, name in (({"enable_thinking": 1}, "enable_thinking"), ({"other": True}, "other")):
             wrong = await ask(server, CHAT, {"messages": MESSAGES, "chat_template_kwargs": given})
             assert (wrong.status, wrong.error["param"]) == (400, f"chat_template_kwargs.{name}")
     async with serving() as server:
         deaf = await ask(server, CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"enable_thinking": False}})
         assert (deaf.status, deaf.error["param"]) == (400, "chat_template_kwargs.enable_thinking")
+        as_it_is = await ask(server, CHAT, {"messages": MESSAGES, "max_tokens": 1, "reasoning_effort": "none"})
+        deaf = await ask(server, CHAT, {"messages": MESSAGES, "reasoning_effort": "medium"})
+        assert (as_it_is.status, deaf.status, deaf.error["param"]) == (200, 400, "reasoning_effort")

@@ -9,6 +9,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from service.engine.types import FinishReason, GenerationRequest, TokenEvent
+from service.transport.http.responses import decode_response
 from tests.http_calls import Answer, ask, serving
 from tests.scripted import ScriptedEngine, token
 from tests.servers import MODEL, Running
@@ -31,6 +32,7 @@ CODEX = """{"model": "fake", "instructions": "You are a coding agent.", "input":
   {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "ab"}]}],
  "tools": [], "tool_choice": "auto", "parallel_tool_calls": false, "reasoning": null, "store": false, "stream": true,
  "include": [], "prompt_cache_key": "019a1c09-ddda-742c-b61d-d614ae0f6952"}"""
+REASONING = {"effort": "medium", "summary": "auto"}
 WEBUI_HEADERS = {
     "content-type": "application/json",
     "authorization": "Bearer none",
@@ -173,15 +175,16 @@ async def test_codex_has_the_events_that_it_reads() -> None:
         usage = completed["response"]["usage"]
         assert (usage["output_tokens"], usage["output_tokens_details"]["reasoning_tokens"]) == (2, 0)
         assert usage["input_tokens"] > usage["input_tokens_details"]["cached_tokens"] == 0
-        # Its tools, and what it asks of models that reason.
-        for changes in (
-            {"tools": [TOOL]},
-            {"reasoning": {"effort": "medium", "summary": "auto"}},
-            {"include": ["reasoning.encrypted_content"]},
-            {"tool_choice": "required"},
+        # Its tools, and what it asks of models that reason: this one does not.
+        for changes, param in (
+            ({"tools": [TOOL]}, "tools"),
+            ({"reasoning": REASONING, "include": ["reasoning.encrypted_content"]}, "reasoning.effort"),
+            ({"tool_choice": "required"}, "tool_choice"),
         ):
             refused = await ask(server, RESPONSES, {**json.loads(CODEX), **changes}, CODEX_HEADERS)
-            assert (refused.status, refused.error["param"]) == (400, *changes), refused.body
+            assert (refused.status, refused.error["param"]) == (400, param), refused.body
+    decoded = decode_response(json.loads(CODEX) | {"reasoning": REASONING, "include": ["reasoning.encrypted_content"]})
+    assert (decoded.enable_thinking, decoded.echoed["reasoning"]) == (True, REASONING)
 
 
 async def test_open_webui_has_its_models_chats_and_titles() -> None:

@@ -180,6 +180,12 @@ class Matcher:
         if not self._has_failed():
             self.is_complete = self._inner.is_stopped() and self._inner.is_accepting()
 
+    def allows(self, token_id: int) -> bool:
+        """Whether `mask` leaves this token, which takes a tenth of its time; False for an end and for a beginning."""
+        if self._is_beginning or self.problem is not None or not self._vocabulary.has_text[token_id]:
+            return False
+        return self._inner.validate_tokens([token_id]) == 1 and not self._has_failed()
+
     def mask(self, row: Float32) -> None:
         """Masks the logits `[V] float32` of tokens that the grammar forbids, in place: all where it has a problem."""
         vocabulary, words = self._vocabulary, self._words

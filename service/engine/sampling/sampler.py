@@ -156,13 +156,15 @@ class Sampler:
         # the arg-max of a row, and infinities are its extremes.
         if not (math.isfinite(row[argmax]) and math.isfinite(np.minimum.reduce(row))):
             return None
-        chosen_from = row
-        if sample.rules is not None and (chosen_from := sample.rules.apply(row)) is not row:
-            argmax = int(chosen_from.argmax())
-            if chosen_from[argmax] == -np.inf:
-                sample.rules.report_empty()
-                return None
+        chosen_from, rules = row, sample.rules
         is_greedy = sample.params.temperature < MIN_TEMPERATURE
+        # A grammar answers for one token in a tenth of the time that its mask takes.
+        if rules is not None and not (is_greedy and rules.spare(argmax)):
+            if (chosen_from := rules.apply(row)) is not row:
+                argmax = int(chosen_from.argmax())
+            if chosen_from[argmax] == -np.inf:
+                rules.report_empty()
+                return None
         token_id = argmax if is_greedy else self._draw(chosen_from, sample, chosen_from[argmax])
         logprobs = None if sample.logprobs is None else compute_logprobs(row, token_id, sample.logprobs)
         return SampledToken(token_id, logprobs)

@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 from service.access import current_caller
 from service.config import RequestLimits
-from service.errors import AnswerTooLarge, UnsupportedFeature
+from service.errors import AnswerTooLarge
 from service.generator import Accepted, GenerateCall, Generator, Part, Piece, within
 from service.process.text_pool import LONG_BYTES, TextPool
 from service.repository.entry import Models
@@ -135,14 +135,13 @@ class Completions:
         with renaming(prompt, names):
             asked = decode(values)
         with renaming(prompt, {**names, **asked.names}):
+            has_choice = asked.tools is not None or asked.thinking is not None
+            chat = self._models.resolve(_model(values)).chat if has_choice else None
             if asked.tools is not None:
-                asked.tools.constrain(asked.request, self._models.resolve(_model(values)).chat)
+                asked.tools.constrain(asked.request, chat)
             call = codec.decode_generate(asked.request, self._limits, self._models.defaults(_model(values)))
-            if asked.enable_thinking is not None:
-                chat = self._models.resolve(_model(values)).chat
-                if chat is not None and not chat.has_thinking_switch:
-                    field = "chat_template_kwargs.enable_thinking"
-                    raise UnsupportedFeature(field, "is not supported: the model's template has no such variable")
+            if asked.thinking is not None and chat is not None:
+                asked.thinking.check(chat)
             if asked.messages:
                 tools = () if asked.tools is None else asked.tools.for_template
                 size = extra_bytes(asked.tools, asked.messages)

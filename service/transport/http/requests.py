@@ -12,7 +12,7 @@ from service.errors import InvalidRequest, UnsupportedFeature
 from service.transport.http.fields import BEAMS, PATHS, refuse_others, set_field, set_fields, set_text, take
 from service.transport.http.forms import VLLM, set_form
 from service.transport.http.thoughts import FIELD as THOUGHTS
-from service.transport.http.thoughts import with_thoughts
+from service.transport.http.thoughts import KWARGS, ThinkingSwitch, decode_thinking, with_thoughts
 from service.transport.http.tools import FIELDS as TOOL_FIELDS
 from service.transport.http.tools import Tools, decode_calls, decode_tools
 
@@ -28,9 +28,10 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 _UNSUPPORTED = (
     "audio", "function_call", "functions", "metadata", "moderation", "prediction",
-    "prompt_cache_options", "prompt_cache_retention", "reasoning_effort", "verbosity", "web_search_options",
+    "prompt_cache_options", "prompt_cache_retention", "verbosity", "web_search_options",
 )  # fmt: skip
-_NOT_OF_COMPLETIONS = ("suffix", "prompt_logprobs", *TOOL_FIELDS)
+_EFFORT = "reasoning_effort"
+_NOT_OF_COMPLETIONS = ("suffix", "prompt_logprobs", _EFFORT, *TOOL_FIELDS)
 _FIELDS_OF_CALLS: Mapping[str, tuple[str, ...]] = {"assistant": ("tool_calls", THOUGHTS), "tool": ("tool_call_id",)}
 _NOT_OF_MESSAGES = (
     "name", "audio", "function_call", "refusal", "tool_calls", "tool_call_id", "reasoning", "reasoning_content",
@@ -57,7 +58,12 @@ class Asked:
     names: Mapping[str, str] = field(default_factory=dict)
     tools: Tools | None = None
     messages: tuple[Message, ...] = ()
-    enable_thinking: bool | None = None
+    thinking: ThinkingSwitch | None = None
+
+    @property
+    def enable_thinking(self) -> bool | None:
+        """The template's variable; None leaves it out."""
+        return None if self.thinking is None else self.thinking.is_on
 
 
 def decode_chat(values: Mapping[str, Any]) -> Asked:
@@ -66,7 +72,7 @@ def decode_chat(values: Mapping[str, Any]) -> Asked:
     Raises:
         InvalidRequest, UnsupportedFeature: naming the first field that is wrong.
     """
-    known = {*CHAT_PATHS, *_OWN, *LABELS, *TOOL_FIELDS, "messages", "top_logprobs", "chat_template_kwargs"}
+    known = {*CHAT_PATHS, *_OWN, *LABELS, *TOOL_FIELDS, "messages", "top_logprobs", KWARGS, _EFFORT}
     refuse_others(values, known, _NEUTRAL, _UNSUPPORTED)
     if values.get("max_tokens") is not None and values.get("max_completion_tokens") is not None:
         raise InvalidRequest("max_tokens", values["max_tokens"], "must not be set with max_completion_tokens")
@@ -82,19 +88,9 @@ def decode_chat(values: Mapping[str, Any]) -> Asked:
     asked = replace(
         _finish(request, values, CHAT_PATHS, num_top),
         tools=decode_tools(values, is_nested=True),
-        enable_thinking=_thinking(values),
+        thinking=decode_thinking(values, _EFFORT, values.get(_EFFORT)),
     )
     return with_tools(asked, messages)
-
-
-def _thinking(values: Mapping[str, Any]) -> bool | None:
-    """VLLM's way to set variables of a template: this one alone."""
-    given = take(values, "chat_template_kwargs", dict, "an object") or {}
-    refuse_others(given, ("enable_thinking",), {}, (), "chat_template_kwargs")
-    value: bool | None = given.get("enable_thinking")
-    if value is not None and type(value) is not bool:
-        raise InvalidRequest("chat_template_kwargs.enable_thinking", value, "must be true or false")
-    return value
 
 
 def decode_completion(values: Mapping[str, Any]) -> Asked:
@@ -120,7 +116,7 @@ def with_tools(asked: Asked, messages: tuple[Message, ...]) -> Asked:
             raise UnsupportedFeature(asked.names["structured_output"], "is not supported with tools that may be called")
         asked = replace(asked, names={"structured_output": "tools", "structured_output.grammar": "tools"})
     has_calls = any(message.tool_calls or message.tool_call_id for message in messages)
-    has_more = has_calls or asked.tools is not None or asked.enable_thinking is not None
+    has_more = has_calls or asked.tools is not None or asked.thinking is not None
     return replace(asked, messages=messages) if has_more else asked
 
 
@@ -196,7 +192,9 @@ def text_of(content: Any, place: str, kinds: tuple[str, ...] = ("text",)) -> Any
             raise InvalidRequest(where, part, "must be an object")
         if part.get("type") not in kinds:
             raise UnsupportedFeature(f"{where}.type", f"must be {' or '.join(kinds)}, no other is supported")
-        refuse_others(part, ("type", "text"), {"annotations": ([],), "logprobs": ([],)}, (), where)
+        # An answer comes back as it was given.
+        own = ("type", "text", "logprobs") if part["type"] == "output_text" else ("type", "text")
+        refuse_others(part, own, {"annotations": ([],), "logprobs": ([],)}, (), where)
         if not isinstance(part.get("text"), str):
             raise InvalidRequest(f"{where}.text", part.get("text"), "must be a string")
         texts.append(part["text"])

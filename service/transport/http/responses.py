@@ -16,12 +16,13 @@ from service.transport.http.answers import Answer, Values, content_logprobs, usa
 from service.transport.http.fields import PATHS, refuse_others, set_field, set_fields, set_text, take
 from service.transport.http.forms import VLLM, set_form
 from service.transport.http.requests import LABELS, Asked, text_of, with_tools
-from service.transport.http.thoughts import with_thoughts
+from service.transport.http.thoughts import KWARGS, decode_thinking, with_thoughts
 from service.transport.http.tools import FIELDS as TOOL_FIELDS
 from service.transport.http.tools import CallParser, decode_tools, described_call
 
 LOGPROBS = "message.output_text.logprobs"
-"""What `include` may name."""
+_INCLUDED = (LOGPROBS, "reasoning.encrypted_content")
+"""What `include` may name. Thoughts come back to us as the text that they are: nothing is encrypted."""
 # A response has one output.
 _NOT_OF_RESPONSES = (
     "n",
@@ -42,6 +43,8 @@ _OWN = (
     "top_logprobs",
     "metadata",
     "text",
+    "reasoning",
+    KWARGS,
     *VLLM,
     *TOOL_FIELDS,
 )
@@ -53,7 +56,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 _UNSUPPORTED = (
     "access_programs", "background_options", "context_management", "conversation", "image", "max_tool_calls",
-    "moderation", "previous_response_id", "prompt", "prompt_cache_options", "prompt_cache_retention", "reasoning",
+    "moderation", "previous_response_id", "prompt", "prompt_cache_options", "prompt_cache_retention",
 )  # fmt: skip
 _TEXTS = ("input_text", "output_text", "text")
 _THOUGHTS = "reasoning_text"
@@ -86,6 +89,8 @@ def decode_response(values: Mapping[str, Any]) -> Asked:
     text = take(values, "text", dict, "an object") or {}
     refuse_others(text, ("format",), {}, ("verbosity",), "text")
     names = set_form(request, values, "text.format", text.get("format"))
+    reasoning = take(values, "reasoning", dict, "an object") or {}
+    refuse_others(reasoning, ("effort",), {"summary": ("auto",)}, ("generate_summary",), "reasoning")
     asked = Asked(
         request=request,
         is_streamed=is_streamed,
@@ -93,6 +98,7 @@ def decode_response(values: Mapping[str, Any]) -> Asked:
         echoed=_echoed(values),
         names=names,
         tools=decode_tools(values, is_nested=False),
+        thinking=decode_thinking(values, "reasoning.effort", reasoning.get("effort")),
     )
     return with_tools(asked, tuple(messages))
 
@@ -100,19 +106,19 @@ def decode_response(values: Mapping[str, Any]) -> Asked:
 def _num_top(values: Mapping[str, Any]) -> int | None:
     include = take(values, "include", list, "a list") or []
     for each in include:
-        if each != LOGPROBS:
-            raise UnsupportedFeature("include", f"has {LOGPROBS} alone")
+        if each not in _INCLUDED:
+            raise UnsupportedFeature("include", f"has {' and '.join(_INCLUDED)} alone")
     num_top: int | None = take(values, "top_logprobs", int, "an integer")
-    if num_top is not None and not include:
+    if num_top is not None and LOGPROBS not in include:
         raise InvalidRequest("top_logprobs", num_top, f"means nothing unless include has {LOGPROBS}")
-    return (num_top or 0) if include else None
+    return (num_top or 0) if LOGPROBS in include else None
 
 
 def _echoed(values: Mapping[str, Any]) -> Values:
     metadata = take(values, "metadata", dict, "an object") or {}
     if len(metadata) > _MAX_METADATA or not all(isinstance(each, str) for each in metadata.values()):
         raise InvalidRequest("metadata", metadata, f"must have at most {_MAX_METADATA} entries, all strings")
-    names = ("instructions", "max_output_tokens", *LABELS)
+    names = ("instructions", "max_output_tokens", "reasoning", *LABELS)
     return {**{name: values.get(name) for name in names}, "metadata": metadata, **_forms(values)}
 
 
@@ -427,7 +433,6 @@ class ResponseAnswer(Answer):
             "background": False,
             "service_tier": "default",
             "max_tool_calls": None,
-            "reasoning": None,
             "temperature": self._sampling.temperature,
             "top_p": self._sampling.top_p,
             "presence_penalty": self._sampling.presence_penalty,

@@ -12,12 +12,67 @@ The opening tag is the model's own or already stands in the prompt. Over gRPC th
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
-from model.spec.chat import THOUGHTS
+from model.spec.chat import THOUGHTS, ChatTemplate
+from service.errors import InvalidRequest, UnsupportedFeature
+from service.transport.http.fields import refuse_others, take
 
 FIELD = "reasoning_content"
+KWARGS = "chat_template_kwargs"
+_VARIABLE = f"{KWARGS}.enable_thinking"
+_EFFORTS = {"none": False, "medium": True}
 _TAG, _END_TAG = THOUGHTS
 _SPACE = " \t\n\r\v\f"  # as of bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingSwitch:
+    """Whether an answer shall begin with thoughts, and the field that says so."""
+
+    is_on: bool
+    field: str
+
+    def check(self, chat: ChatTemplate) -> None:
+        """Refuses what the model's template cannot do, and its model does not do anyway.
+
+        Raises:
+            UnsupportedFeature: naming the field.
+        """
+        if chat.has_thinking_switch:
+            return
+        if self.field == _VARIABLE:
+            raise UnsupportedFeature(self.field, "is not supported: the model's template has no such variable")
+        if self.is_on != chat.has_thoughts:
+            effort = next(name for name, is_on in _EFFORTS.items() if is_on == chat.has_thoughts)
+            raise UnsupportedFeature(self.field, f"must be {effort}: the model's template cannot switch its thoughts")
+
+
+def decode_thinking(values: Mapping[str, Any], field: str, effort: Any) -> ThinkingSwitch | None:
+    """By OpenAI's effort, which has no grades here, or vLLM's variables of a template, of which this is the only one.
+
+    Args:
+        values: of the request.
+        field: where it has the effort.
+        effort: its value.
+
+    Raises:
+        InvalidRequest, UnsupportedFeature: naming the field that is wrong.
+    """
+    given = take(values, KWARGS, dict, "an object") or {}
+    refuse_others(given, ("enable_thinking",), {}, (), KWARGS)
+    value = given.get("enable_thinking")
+    if value is not None and type(value) is not bool:
+        raise InvalidRequest(_VARIABLE, value, "must be true or false")
+    if effort is None:
+        return None if value is None else ThinkingSwitch(value, _VARIABLE)
+    if value is not None:
+        raise InvalidRequest(field, effort, f"must not be set with {_VARIABLE}")
+    if not isinstance(effort, str) or effort not in _EFFORTS:
+        raise UnsupportedFeature(field, f"must be {' or '.join(_EFFORTS)}: thoughts have no grades")
+    return ThinkingSwitch(_EFFORTS[effort], field)
 
 
 class ThoughtParser:

@@ -32,7 +32,7 @@ def sheep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(evidence, "watch_others", lambda: lambda: 0.01)
     monkeypatch.setattr(provenance, "is_changed", lambda: False)
     monkeypatch.setattr(provenance, "here", lambda: {"commit": "abc1234", "date": "2026-11-26"})
-    monkeypatch.setattr(provenance, "commits_since", {"abc1234": 0, "old": 7}.get)
+    monkeypatch.setattr(provenance, "commits_since", lambda commit, _: {"abc1234": 0, "old": 7}.get(commit))
     for page in ("README.md", "index.md"):
         (tmp_path / page).write_text(f"# Farm\n\n{BEGIN}\nnothing\n{END}\n")
     return tmp_path
@@ -94,6 +94,17 @@ def test_nothing_is_measured_of_uncommitted_code_or_beside_others_or_by_a_comman
     (sheep / "printed.json").unlink()
     assert evidence.main([]) == 1
     assert not (sheep / "sheep.json").exists()
+
+
+def test_a_table_is_of_older_code_by_what_decides_its_figures_alone() -> None:
+    code = {each.name: set(each.code) for each in TABLES}
+    assert all({"service", "model", "benchmarks/frame"} <= each for each in code.values())
+    assert "benchmarks/scenarios/soak.py" in code["soak"] - code["prefix"]
+    assert "benchmarks/scenarios/quality.py" in code["speculation"], "which reads its text"
+    for name, paths in code.items():
+        assert (":(exclude)service/transport/http" in paths) != name.startswith("http"), name
+        for path in paths:
+            assert list(ROOT.glob(path.removeprefix(":(exclude)"))), path
 
 
 def test_every_claim_has_a_table_and_every_tables_command_is_one_that_its_scenario_takes() -> None:

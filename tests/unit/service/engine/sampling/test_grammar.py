@@ -19,6 +19,7 @@ from tokenizers import decoders, models
 from model.spec.generation import GenerationRules
 from model.spec.tokenizer import Tokenizer
 from service.engine.engine import Engine
+from service.engine.logits import LogitsRules
 from service.engine.sampling import grammar
 from service.engine.sampling.grammar import GrammarError, Matcher, Vocabulary
 from service.engine.scheduler import EngineLimits
@@ -113,6 +114,35 @@ def test_control_tokens_are_never_allowed_and_the_end_only_where_the_text_may_en
     assert allowed(matcher) & {0, 1, 2} == {EOS}
     named = StructuredOutput(StructureKind.GRAMMAR, 'start: <[0-2]> "a" <[0-2]>')
     assert allowed(compiled(named).start()) == set()
+
+
+@settings(max_examples=40)
+@given(seed=st.integers(0, 2**32))
+def test_grammar_allows_the_tokens_that_its_mask_leaves(seed: int) -> None:
+    source = random.Random(seed)
+    matcher = compiled(schema_of(draw_schema(source))).start(may_end=False)
+    is_beginning = True
+    while (left := allowed(matcher)) and source.random() < 0.95:
+        known = {token_id for token_id in range(VOCAB_SIZE) if matcher.allows(token_id)}
+        assert known == (set() if is_beginning else left)
+        matcher.add(source.choice(sorted(left)))
+        is_beginning = False
+
+
+@pytest.mark.parametrize("pattern", ["(.|\n){40}", "[a-m]{40}", "a(bc|de)*f"])
+def test_a_greedy_token_that_the_grammar_allows_needs_no_mask(pattern: str) -> None:
+    asked = asking(regex_of(pattern), sampling=SamplingParams(temperature=0.0))
+    with (
+        patch.object(LogitsRules, "spare", return_value=False),
+        patch.object(Matcher, "mask", autospec=True, side_effect=Matcher.mask) as every,
+    ):
+        masked = answer(engine(), asked)
+    with patch.object(Matcher, "mask", autospec=True, side_effect=Matcher.mask) as some:
+        assert answer(engine(), asked) == masked
+    assert every.call_count == len(masked)
+    assert 0 < some.call_count <= every.call_count
+    if pattern == "(.|\n){40}":
+        assert some.call_count < 3, "at the beginning"
 
 
 def test_ignored_end_is_not_allowed() -> None:

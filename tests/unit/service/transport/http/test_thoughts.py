@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,7 @@ from service.generator import Accepted, Finished, Part, Piece
 from service.transport.http.answers import Answer, ChatAnswer
 from service.transport.http.requests import Asked, decode_chat
 from service.transport.http.responses import ResponseAnswer, decode_response
-from service.transport.http.thoughts import ThoughtParser
+from service.transport.http.thoughts import ThoughtParser, decode_thinking
 from service.transport.http.tools import Tools
 from tests.unit.service.transport.http.test_tools import call, tools_of
 
@@ -99,6 +100,31 @@ def test_tokens_of_thoughts_are_counted_up_to_their_end(case: tuple[str, bool, s
     # Those that begin ahead of the end of thoughts.
     expected = sum(at < end for at in sorted(set(places))[:-1]) if thoughts or ends else 0
     assert parser.num_tokens == expected
+
+
+@pytest.mark.parametrize(
+    ("has_switch", "has_thoughts", "refused"),
+    [(True, True, set()), (True, False, set()), (False, True, {"none"}), (False, False, {"medium"})],
+)
+def test_thoughts_are_switched_by_a_template_that_can_or_are_as_they_are(
+    has_switch: bool, has_thoughts: bool, refused: set[str]
+) -> None:
+    chat: Any = SimpleNamespace(has_thinking_switch=has_switch, has_thoughts=has_thoughts)
+    for effort, is_on in (("none", False), ("medium", True)):
+        switch = decode_thinking({}, "reasoning_effort", effort)
+        assert switch is not None
+        assert switch.is_on == is_on
+        with pytest.raises(RequestError, match="reasoning_effort") if effort in refused else nullcontext():
+            switch.check(chat)
+        own = decode_thinking({"chat_template_kwargs": {"enable_thinking": is_on}}, "reasoning_effort", None)
+        assert own is not None
+        with pytest.raises(RequestError, match="enable_thinking") if not has_switch else nullcontext():
+            own.check(chat)
+    for wrong in ("low", "", 1, ["none"]):
+        with pytest.raises(RequestError, match="reasoning_effort"):
+            decode_thinking({}, "reasoning_effort", wrong)
+    with pytest.raises(RequestError, match="must not be set with"):
+        decode_thinking({"chat_template_kwargs": {"enable_thinking": True}}, "reasoning_effort", "none")
 
 
 def test_calls_follow_thoughts() -> None:
