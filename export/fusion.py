@@ -1,6 +1,6 @@
 """Fuses several standard nodes of a graph into one of the project's own operators.
 
-`export.quantize` rewrites products before; here they absorb the GELU that follows.
+`export.quantize` rewrites products before; here they absorb the GELU or SwiGLU that follows.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from export.operators import (
     ATTENTION_OUTPUTS,
     CONTRIB,
     DOMAIN,
+    GATED_COLUMNS,
     GELU,
     HEAD_DIM_MULTIPLE,
     INT8_ATTENTION,
@@ -61,13 +62,14 @@ def fuse(model: onnx.ModelProto) -> None:
             if head_dim > 0 and head_dim % HEAD_DIM_MULTIPLE == 0:
                 _use_own_attention(node)
     outputs = {output.name for output in graph.output}
+    lengths = {tensor.name: tensor.dims[0] for tensor in graph.initializer if tensor.dims}
     stored = {tensor.name for tensor in graph.initializer}
     writers = {name: node for node in graph.node for name in node.output}
     readers = Counter(name for node in graph.node for name in node.input)
     places: dict[str, onnx.NodeProto] = {}
     gone: set[str] = set()
     for node in graph.node:
-        fused = _swiglu(node, writers) or _add_norm(node, writers, stored) or _gelu(node, writers)
+        fused = _swiglu(node, writers, lengths) or _add_norm(node, writers, stored) or _gelu(node, writers)
         if fused is None or fused.place in places:  # a sum is fused with one norm only
             continue
         # No other node may read what the replaced nodes write in between.
@@ -120,8 +122,8 @@ def _use_own_attention(node: onnx.NodeProto) -> None:
     node.CopyFrom(own)
 
 
-def _swiglu(node: onnx.NodeProto, writers: Mapping[str, onnx.NodeProto]) -> _Fused | None:
-    """`silu(gate) · up` of the halves of one tensor, as PyTorch's exporter writes it."""
+def _swiglu(node: onnx.NodeProto, writers: Mapping[str, onnx.NodeProto], lengths: Mapping[str, int]) -> _Fused | None:
+    """`silu(gate) · up` of the halves of one tensor, as PyTorch's exporter writes it, and the product that wrote it."""
     if node.op_type != "Mul":
         return None
     silu = writers.get(node.input[0])
@@ -137,8 +139,14 @@ def _swiglu(node: onnx.NodeProto, writers: Mapping[str, onnx.NodeProto]) -> _Fus
     gate, up = split.output
     if (sigmoid.input[0], silu.input[0], node.input[1]) != (gate, gate, up):
         return None
-    fused = helper.make_node(SWIGLU, list(split.input), list(node.output), name=_named(node, SWIGLU), domain=DOMAIN)
     reads = {gate: 2, up: 1, sigmoid.output[0]: 1, silu.output[0]: 1}
+    product = writers.get(split.input[0])
+    if product is not None and product.domain == DOMAIN and product.op_type in GATED_COLUMNS:
+        num_columns = _attributes(product).get("N", lengths.get(product.input[2], 0))
+        if num_columns and num_columns % GATED_COLUMNS[product.op_type] == 0:
+            replaced = (product, split, sigmoid, silu, node)
+            return _Fused(_extended(product, SWIGLU, node), node.output[0], replaced, {**reads, split.input[0]: 1})
+    fused = helper.make_node(SWIGLU, list(split.input), list(node.output), name=_named(node, SWIGLU), domain=DOMAIN)
     return _Fused(fused, node.output[0], (split, sigmoid, silu, node), reads)
 
 
@@ -166,11 +174,16 @@ def _gelu(node: onnx.NodeProto, writers: Mapping[str, onnx.NodeProto]) -> _Fused
         return None
     if _attributes(node).get("approximate") != b"tanh":
         return None
+    return _Fused(_extended(product, GELU, node), node.output[0], (product, node), {product.output[0]: 1})
+
+
+def _extended(product: onnx.NodeProto, suffix: str, last: onnx.NodeProto) -> onnx.NodeProto:
+    """A product that goes on to what `last` writes."""
     fused = onnx.NodeProto()
     fused.CopyFrom(product)
-    fused.op_type += GELU
-    fused.output[:] = node.output
-    return _Fused(fused, node.output[0], (product, node), {product.output[0]: 1})
+    fused.op_type += suffix
+    fused.output[:] = last.output
+    return fused
 
 
 def _is_product(name: str, writers: Mapping[str, onnx.NodeProto], stored: set[str]) -> bool:

@@ -34,6 +34,9 @@ nodes, and computes what depends on weights alone once, at load time. One file t
     SwiGLU(rows [..., 2 F]) → [..., F]
         silu(gate) · up of each row's first and second half (Shazeer, 2020).
 
+    Int8LinearSwiGLU, BiasedInt8LinearSwiGLU, Int4LinearSwiGLU, BiasedInt4LinearSwiGLU
+        Any of these four followed by SwiGLU; half of N is a whole number of panels.
+
     AddRMSNorm(left, right, weight), AddLayerNorm(left, right, weight, bias) → left + right, and its norm
         The end of one residual block and the norm that begins the next.
 
@@ -107,6 +110,12 @@ INT8_ATTRIBUTES: dict[str, Any] = {
     "kv_cache_bit_width": 8,
 }
 LINEARS = frozenset(f"{bias}{kind}" for bias in ("", BIASED) for kind in (LINEAR, INT8_LINEAR, INT4_LINEAR))
+GATED_COLUMNS = {
+    f"{bias}{kind}": 2 * columns
+    for bias in ("", BIASED)
+    for kind, columns in ((INT8_LINEAR, PANEL_COLUMNS), (INT4_LINEAR, INT4_PANEL_COLUMNS))
+}
+"""The products that take SwiGLU in, and what their columns must be a multiple of."""
 
 
 def pack_panels(weight: npt.NDArray[np.int8]) -> npt.NDArray[np.int8]:
@@ -139,8 +148,7 @@ def add_functions(model: onnx.ModelProto) -> None:
     used = {node.op_type for node in model.graph.node if node.domain == DOMAIN}
     known = {function.name for function in model.functions if function.domain == DOMAIN}
     for name in sorted(used - known):
-        kind = name.removesuffix(GELU)
-        function = _FUNCTIONS[kind]() if kind == name else _gelu_function(_FUNCTIONS[kind]())
+        function = _function_of(name)
         function.opset_import.extend(opset for opset in model.opset_import if not opset.domain)
         model.functions.append(function)
     domains = {opset.domain for opset in model.opset_import}
@@ -158,6 +166,13 @@ def add_functions(model: onnx.ModelProto) -> None:
         for is_cache in [node.op_type == INT8_ATTENTION and index > 0]
         if name and name not in typed
     )
+
+
+def _function_of(name: str) -> onnx.FunctionProto:
+    for suffix, make_follower in _FOLLOWERS.items():
+        if (kind := name.removesuffix(suffix)) in LINEARS and kind != name:
+            return _followed(_FUNCTIONS[kind](), suffix, make_follower())
+    return _FUNCTIONS[name]()
 
 
 def _int8_linear(*, is_biased: bool) -> onnx.FunctionProto:
@@ -279,24 +294,30 @@ def _product_function(
     return _function(f"{BIASED}{name}", [*inputs, "bias"], ["output"], [*body, add], attributes)
 
 
-def _gelu_function(product: onnx.FunctionProto) -> onnx.FunctionProto:
-    """The function of a product followed by GELU."""
-    (output,) = product.output
+def _followed(product: onnx.FunctionProto, suffix: str, follower: Sequence[onnx.NodeProto]) -> onnx.FunctionProto:
+    """The function of a product followed by nodes from `linear` to `output`."""
     for node in product.node:
-        node.output[:] = ["linear" if name == output else name for name in node.output]
-    product.node.append(helper.make_node(GELU, ["linear"], [output], approximate="tanh"))
-    product.name += GELU
+        node.output[:] = ["linear" if name == "output" else name for name in node.output]
+    product.node.extend(follower)
+    product.name += suffix
     return product
 
 
-def _swiglu_function() -> onnx.FunctionProto:
-    body = [
-        helper.make_node("Split", ["rows"], ["gate", "up"], axis=-1, num_outputs=2),
+def _gelu() -> list[onnx.NodeProto]:
+    return [helper.make_node(GELU, ["linear"], ["output"], approximate="tanh")]
+
+
+def _swiglu(rows: str = "linear") -> list[onnx.NodeProto]:
+    return [
+        helper.make_node("Split", [rows], ["gate", "up"], axis=-1, num_outputs=2),
         helper.make_node("Sigmoid", ["gate"], ["opening"]),
         helper.make_node("Mul", ["gate", "opening"], ["silu"]),
         helper.make_node("Mul", ["silu", "up"], ["output"]),
     ]
-    return _function(SWIGLU, ["rows"], ["output"], body, [])
+
+
+def _swiglu_function() -> onnx.FunctionProto:
+    return _function(SWIGLU, ["rows"], ["output"], _swiglu("rows"), [])
 
 
 def _add_norm_function(kind: str, norm: str, weights: Sequence[str]) -> onnx.FunctionProto:
@@ -324,6 +345,7 @@ def _attention_function(
     return _function(name, inputs, ATTENTION_OUTPUTS, [node], ATTENTION_ATTRIBUTES)
 
 
+_FOLLOWERS: Mapping[str, Callable[[], list[onnx.NodeProto]]] = {GELU: _gelu, SWIGLU: _swiglu}
 _FUNCTIONS: Mapping[str, Callable[[], onnx.FunctionProto]] = {
     LINEAR: partial(_linear, is_biased=False),
     INT8_LINEAR: partial(_int8_linear, is_biased=False),

@@ -23,6 +23,7 @@ from export.operators import (
     INT4_LINEAR,
     INT8_ATTENTION,
     INT8_LINEAR,
+    SWIGLU,
     add_functions,
     pack_int4_panels,
     pack_int4_scales,
@@ -99,8 +100,8 @@ def model_of(
     return model
 
 
-def name_of(kind: str, *, biased: bool, gelu: bool) -> str:
-    return f"{BIASED if biased else ''}{kind}{GELU if gelu else ''}"
+def name_of(kind: str, *, biased: bool, gelu: bool, swiglu: bool = False) -> str:
+    return f"{BIASED if biased else ''}{kind}{SWIGLU if swiglu else GELU if gelu else ''}"
 
 
 def int8_linear(
@@ -111,6 +112,7 @@ def int8_linear(
     positive: bool = False,
     biased: bool = False,
     gelu: bool = False,
+    swiglu: bool = False,
 ) -> onnx.ModelProto:
     stored: dict[str, Array] = {
         "panels": pack_panels(rng.integers(-127, 128, (inner, outer)).astype(np.int8)),
@@ -118,20 +120,26 @@ def int8_linear(
     }
     stored |= {"bias": rng.standard_normal(outer).astype(np.float32)} if biased else {}
     step = np.float32(1) / np.float32(255 if positive else 127)
-    node = helper.make_node(name_of(INT8_LINEAR, biased=biased, gelu=gelu), ["x", *stored], ["y"], domain=DOMAIN)
+    name = name_of(INT8_LINEAR, biased=biased, gelu=gelu, swiglu=swiglu)
+    node = helper.make_node(name, ["x", *stored], ["y"], domain=DOMAIN)
     attributes = {"step": float(step), "zero": 0 if positive else 128, "K": inner}
     node.attribute.extend(helper.make_attribute(name, value) for name, value in attributes.items())
     return model_of([node], {"x": np.zeros((1, inner), np.float32)}, ["y"], stored)
 
 
 def int4_linear(
-    codes: npt.NDArray[np.uint8], scales: Float32, bias: Float32 | None = None, *, gelu: bool = False
+    codes: npt.NDArray[np.uint8],
+    scales: Float32,
+    bias: Float32 | None = None,
+    *,
+    gelu: bool = False,
+    swiglu: bool = False,
 ) -> onnx.ModelProto:
     """Of codes `[N, K / 32, 32]` and scales `[N, K / 32]`."""
     outer, inner = len(codes), codes[0].size
     stored: dict[str, Array] = {"panels": pack_int4_panels(codes), "scales": pack_int4_scales(scales)}
     stored |= {} if bias is None else {"bias": bias}
-    kind = name_of(INT4_LINEAR, biased=bias is not None, gelu=gelu)
+    kind = name_of(INT4_LINEAR, biased=bias is not None, gelu=gelu, swiglu=swiglu)
     node = helper.make_node(kind, ["x", *stored], ["y"], domain=DOMAIN, K=inner, N=outer)
     return model_of([node], {"x": np.zeros((1, inner), np.float32)}, ["y"], stored)
 

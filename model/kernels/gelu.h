@@ -1,4 +1,4 @@
-// The Gaussian error linear unit, sixteen numbers at a time. For files that are compiled for AVX-512.
+// What follows products, sixteen numbers at a time. For files that are compiled for AVX-512.
 #pragma once
 
 #include <immintrin.h>
@@ -15,6 +15,12 @@ inline __m512 gelu(__m512 x) {
   const __m512 exponent = _mm512_mul_ps(_mm512_mul_ps(x, cubic), _mm512_set1_ps(-kTwoRootOfTwoOverPi * kLog2E));
   const __m512 power = power_of_two(exponent);
   return _mm512_div_ps(x, _mm512_add_ps(power, _mm512_set1_ps(1.0f)));
+}
+
+// silu(gate) · up (Shazeer, 2020).
+inline __m512 swiglu(__m512 gate, __m512 up) {
+  const __m512 power = power_of_two(_mm512_mul_ps(gate, _mm512_set1_ps(-kLog2E)));
+  return _mm512_mul_ps(_mm512_div_ps(gate, _mm512_add_ps(power, _mm512_set1_ps(1.0f))), up);
 }
 
 }  // namespace onward

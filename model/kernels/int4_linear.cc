@@ -3,7 +3,9 @@
 #include <immintrin.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
+#include <utility>
 
 #include "scratch.h"
 #include "tiles.h"
@@ -11,8 +13,8 @@
 // Runs only where `can_multiply` of linear.h returns true.
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")
 
-#include "gelu.h"
 #include "lanes.h"
+#include "panels.h"
 #include "rounding.h"
 
 namespace onward {
@@ -51,13 +53,13 @@ inline void write_columns(__m512 sum, float scale, const Int4Matrix& matrix, int
   const __mmask16 mask = first_lanes(matrix.num_columns - column);
   __m512 y = _mm512_mul_ps(sum, _mm512_set1_ps(scale));
   if (matrix.bias) y = _mm512_add_ps(y, _mm512_maskz_loadu_ps(mask, matrix.bias + column));
-  if (matrix.is_gelu) y = gelu(y);
-  _mm512_mask_storeu_ps(output + column, mask, y);
+  if (matrix.activation == Activation::kGelu) y = gelu(y);
+  _mm512_mask_storeu_ps(output, mask, y);
 }
 
-// One panel's columns for `num_rows` quantized rows.
+// One panel's columns for `num_rows` quantized rows; rows of output are `pitch` apart.
 template <int num_rows>
-void multiply_vectors(const Rounded& rows, const Int4Matrix& matrix, int64_t panel, float* output) {
+void multiply_vectors(const Rounded& rows, const Int4Matrix& matrix, int64_t panel, float* output, int64_t pitch) {
   const int64_t width = matrix.num_rows, num_blocks = width / kInt4Block;
   const uint8_t* codes = matrix.panels + panel * num_blocks * kBlockBytes;
   const uint16_t* block_scales = matrix.scales + panel * num_blocks * kInt4PanelColumns;
@@ -106,10 +108,10 @@ void multiply_vectors(const Rounded& rows, const Int4Matrix& matrix, int64_t pan
     }
   }
   for (int row = 0; row < num_rows; ++row)
-    write_columns(sums[row], rows.scales[row], matrix, panel, output + row * matrix.num_columns);
+    write_columns(sums[row], rows.scales[row], matrix, panel, output + row * pitch);
 }
 
-using Vectors = void (*)(const Rounded&, const Int4Matrix&, int64_t, float*);
+using Vectors = void (*)(const Rounded&, const Int4Matrix&, int64_t, float*, int64_t);
 constexpr Vectors kVectors[kVectorRows] = {
     multiply_vectors<1>,  multiply_vectors<2>,  multiply_vectors<3>,  multiply_vectors<4>,
     multiply_vectors<5>,  multiply_vectors<6>,  multiply_vectors<7>,  multiply_vectors<8>,
@@ -146,7 +148,7 @@ void multiply_block(BlockTiles& tiles, const int8_t* rows, int64_t width, const 
 
 // One panel's columns for `count` quantized rows. Memory past them is read, up to a whole tile.
 void multiply_tile(BlockTiles& tiles, const int8_t* rows, const float* row_scales, const Int4Matrix& matrix,
-                   const int8_t* weights, int64_t panel, int64_t count, float* output) {
+                   const int8_t* weights, int64_t panel, int64_t count, float* output, int64_t pitch) {
   const int64_t width = matrix.num_rows, num_blocks = width / kInt4Block;
   const uint16_t* block_scales = matrix.scales + panel * num_blocks * kInt4PanelColumns;
   const uint8_t* next_codes = matrix.panels + (panel + 1) * num_blocks * kBlockBytes;
@@ -172,7 +174,7 @@ void multiply_tile(BlockTiles& tiles, const int8_t* rows, const float* row_scale
 #pragma GCC unroll 16
   for (int row = 0; row < kTileRows; ++row) _mm512_store_ps(found[row], sums[row]);  // for an index known only here
   for (int64_t row = 0; row < count; ++row)
-    write_columns(_mm512_load_ps(found[row]), row_scales[row], matrix, panel, output + row * matrix.num_columns);
+    write_columns(_mm512_load_ps(found[row]), row_scales[row], matrix, panel, output + row * pitch);
 }
 
 }  // namespace
@@ -180,7 +182,6 @@ void multiply_tile(BlockTiles& tiles, const int8_t* rows, const float* row_scale
 void multiply(const Parallel& parallel, const float* rows, int64_t num_rows, const Int4Matrix& matrix, float* output) {
   if (num_rows == 0) return;
   const int64_t width = matrix.num_rows, num_blocks = width / kInt4Block;
-  const int64_t num_panels = (matrix.num_columns + kInt4PanelColumns - 1) / kInt4PanelColumns;
   thread_local Scratch<int8_t> byte_scratch;
   thread_local Scratch<float> scale_scratch;
   thread_local Scratch<int32_t> block_scratch;
@@ -195,27 +196,34 @@ void multiply(const Parallel& parallel, const float* rows, int64_t num_rows, con
     scales[row] = round_row(rows + row * width, width, kStep, 0, bytes + row * width);
     sum_blocks(bytes + row * width, num_blocks, offsets + row * num_blocks);
   });
-  const auto multiply_by_vectors = [=, &matrix](int64_t panel, int64_t row, int64_t count) {
-    const Rounded rounded{bytes + row * width, scales + row, offsets + row * num_blocks};
-    kVectors[count - 1](rounded, matrix, panel, output + row * matrix.num_columns);
+  const auto by_vectors = [=, &matrix](int64_t panel, int64_t first, int64_t count, float* results, int64_t pitch) {
+    for (int64_t row = 0; row < count; row += kVectorRows) {
+      const Rounded rounded{bytes + (first + row) * width, scales + first + row, offsets + (first + row) * num_blocks};
+      kVectors[std::min(kVectorRows, count - row) - 1](rounded, matrix, panel, results + row * pitch, pitch);
+    }
   };
-  if (!uses_tiles) return for_each_tile(parallel, num_panels, num_rows, kVectorRows, multiply_by_vectors);
-  share(parallel, num_panels, [=, &matrix](int64_t begin, int64_t end) {
+  const Results results{output, num_rows, matrix.num_columns, matrix.activation};
+  if (!uses_tiles) return share_panels<kInt4PanelColumns>(parallel, results, [&] { return by_vectors; });
+  share_panels<kInt4PanelColumns>(parallel, results, [=, &matrix] {
     thread_local Scratch<int8_t> weight_scratch;
-    int8_t* const weights = weight_scratch.at_least(width * kInt4PanelColumns);
-    BlockTiles tiles;
-    for (int64_t panel = begin; panel < end; ++panel) {
-      unpack(matrix.panels + panel * num_blocks * kBlockBytes, num_blocks, weights);
-      for (int64_t row = 0; row < num_rows; row += kTileRows) {
-        const int64_t count = std::min(kTileRows, num_rows - row);
-        if (count < kMinTileRows) {
-          multiply_by_vectors(panel, row, count);
+    // Of two panels: gates and ups take turns.
+    int8_t* const weights = weight_scratch.at_least(2 * width * kInt4PanelColumns);
+    return [=, &matrix, unpacked = std::array<int64_t, 2>{-1, -1}, tiles = BlockTiles()](
+               int64_t panel, int64_t first, int64_t count, float* results, int64_t pitch) mutable {
+      const bool is_up = matrix.activation == Activation::kSwiGlu && panel * kInt4PanelColumns >= matrix.num_columns / 2;
+      int8_t* const own = weights + is_up * width * kInt4PanelColumns;
+      if (std::exchange(unpacked[is_up], panel) != panel)
+        unpack(matrix.panels + panel * num_blocks * kBlockBytes, num_blocks, own);
+      for (int64_t row = 0; row < count; row += kTileRows) {
+        const int64_t size = std::min(kTileRows, count - row);
+        if (size < kMinTileRows) {
+          by_vectors(panel, first + row, size, results + row * pitch, pitch);
         } else {
-          multiply_tile(tiles, bytes + row * width, scales + row, matrix, weights, panel, count,
-                        output + row * matrix.num_columns);
+          multiply_tile(tiles, bytes + (first + row) * width, scales + first + row, matrix, own, panel, size,
+                        results + row * pitch, pitch);
         }
       }
-    }
+    };
   });
 }
 

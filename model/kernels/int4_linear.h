@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "activation.h"
 #include "parallel.h"
 
 namespace onward {
@@ -21,10 +22,10 @@ struct Int4Matrix {
   int64_t num_rows;     // K
   int64_t num_columns;  // N
   const float* bias;    // [N], or nullptr for none
-  bool is_gelu;         // whether to apply GELU to the output
+  Activation activation;  // if SwiGLU, N is a multiple of 32
 };
 
-// `output` `[num_rows, N]` = rows `[num_rows, K]` times matrix, plus bias.
+// `output` `[num_rows, N]`, or `[num_rows, N / 2]` of SwiGLU, = rows `[num_rows, K]` times matrix, plus bias.
 //
 //   scale = max(max |x|, 1e-30) · (1 / 127)        byte = round(x / scale)
 //   y = f((Σ over blocks (Σ byte · (code - 8)) · block scale) · scale + bias)

@@ -21,8 +21,8 @@ bool can_multiply() {
 // All above runs on any processor, all below only where it returns true.
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")
 
-#include "gelu.h"
 #include "lanes.h"
+#include "panels.h"
 #include "rounding.h"
 
 namespace onward {
@@ -42,10 +42,10 @@ struct Begun {
   const int32_t (*sums)[kPanelColumns];
 };
 
-// One panel's columns for `num_rows` quantized rows, of which sums may have begun.
+// One panel's columns for `num_rows` quantized rows, of which sums may have begun; rows of output are `pitch` apart.
 template <int num_rows>
 void multiply_vectors(const uint8_t* rows, const float* row_scales, const Int8Matrix& matrix, int64_t panel,
-                      float* output, const Begun& begun) {
+                      float* output, int64_t pitch, const Begun& begun) {
   const int64_t width = padded(matrix.num_rows);
   const int8_t* weights = matrix.panels + panel * kPanelColumns * width + begun.depth * kPanelColumns;
   __m512i sums[num_rows][2];
@@ -75,13 +75,13 @@ void multiply_vectors(const uint8_t* rows, const float* row_scales, const Int8Ma
       const __m512 exact = _mm512_cvtepi32_ps(_mm512_sub_epi32(sums[row][half], offsets));
       __m512 y = _mm512_mul_ps(_mm512_mul_ps(exact, scales), _mm512_set1_ps(row_scales[row]));
       if (matrix.bias) y = _mm512_add_ps(y, bias);
-      if (matrix.is_gelu) y = gelu(y);
-      _mm512_mask_storeu_ps(output + row * matrix.num_columns + column, mask, y);
+      if (matrix.activation == Activation::kGelu) y = gelu(y);
+      _mm512_mask_storeu_ps(output + row * pitch + half * kLanes, mask, y);
     }
   }
 }
 
-using Vectors = void (*)(const uint8_t*, const float*, const Int8Matrix&, int64_t, float*, const Begun&);
+using Vectors = void (*)(const uint8_t*, const float*, const Int8Matrix&, int64_t, float*, int64_t, const Begun&);
 constexpr Vectors kVectors[kVectorRows] = {multiply_vectors<1>, multiply_vectors<2>, multiply_vectors<3>,
                                            multiply_vectors<4>, multiply_vectors<5>, multiply_vectors<6>,
                                            multiply_vectors<7>, multiply_vectors<8>};
@@ -121,7 +121,7 @@ int64_t add_tiles(Tiles<kTileBytes>& tiles, const uint8_t* rows, int64_t width, 
 
 // One panel's columns for a block of `count` quantized rows. Memory past them is read, up to whole tiles.
 void multiply_block(Tiles<kTileBytes>& tiles, const uint8_t* rows, const float* row_scales, const Int8Matrix& matrix,
-                    int64_t panel, int64_t count, float* output) {
+                    int64_t panel, int64_t count, float* output, int64_t pitch) {
   const int64_t width = padded(matrix.num_rows);
   const int8_t* weights = matrix.panels + panel * kPanelColumns * width;
   alignas(64) int32_t sums[kBlockRows][kPanelColumns];
@@ -129,7 +129,7 @@ void multiply_block(Tiles<kTileBytes>& tiles, const uint8_t* rows, const float* 
                                           : add_tiles<1>(tiles, rows, width, weights, sums);
   for (int64_t row = 0; row < count; row += kVectorRows) {
     kVectors[std::min(kVectorRows, count - row) - 1](rows + row * width, row_scales + row, matrix, panel,
-                                                     output + row * matrix.num_columns, {depth, sums + row});
+                                                     output + row * pitch, pitch, {depth, sums + row});
   }
 }
 
@@ -162,7 +162,6 @@ void multiply(const Parallel& parallel, const float* rows, int64_t num_rows, con
               const Int8Matrix& matrix, float* output) {
   if (num_rows == 0) return;
   const int64_t width = matrix.num_rows, stride = padded(width);
-  const int64_t num_panels = (matrix.num_columns + kPanelColumns - 1) / kPanelColumns;
   thread_local Scratch<uint8_t> bytes;
   thread_local Scratch<float> scales;
   // Plain pointers for the lambdas: the thread_local names mean other objects on other threads.
@@ -174,23 +173,28 @@ void multiply(const Parallel& parallel, const float* rows, int64_t num_rows, con
   for_each_row(parallel, num_rows, width, [=](int64_t row) {
     row_scales[row] = round_row(rows + row * width, width, rounding.step, rounding.zero, rounded + row * stride);
   });
-  const auto multiply_by_vectors = [=, &matrix](int64_t panel, int64_t row, int64_t count) {
-    kVectors[count - 1](rounded + row * stride, row_scales + row, matrix, panel, output + row * matrix.num_columns, {});
+  const auto by_vectors = [=, &matrix](int64_t panel, int64_t first, int64_t count, float* results, int64_t pitch) {
+    for (int64_t row = 0; row < count; row += kVectorRows) {
+      kVectors[std::min(kVectorRows, count - row) - 1](rounded + (first + row) * stride, row_scales + first + row,
+                                                       matrix, panel, results + row * pitch, pitch, {});
+    }
   };
-  if (!uses_tiles) return for_each_tile(parallel, num_panels, num_rows, kVectorRows, multiply_by_vectors);
-  share(parallel, num_panels, [=, &matrix](int64_t begin, int64_t end) {
-    Tiles<kTileBytes> tiles;
-    for (int64_t panel = begin; panel < end; ++panel) {
-      for (int64_t row = 0; row < num_rows; row += kBlockRows) {
-        const int64_t count = std::min(kBlockRows, num_rows - row);
-        if (count < kMinTileRows) {
-          multiply_by_vectors(panel, row, count);
+  const Results results{output, num_rows, matrix.num_columns, matrix.activation};
+  if (!uses_tiles) return share_panels<kPanelColumns>(parallel, results, [&] { return by_vectors; });
+  share_panels<kPanelColumns>(parallel, results, [=, &matrix] {
+    return [=, &matrix, tiles = Tiles<kTileBytes>()](int64_t panel, int64_t first, int64_t count, float* results,
+                                                     int64_t pitch) mutable {
+      for (int64_t row = 0; row < count; row += kBlockRows) {
+        const int64_t size = std::min(kBlockRows, count - row);
+        float* const block = results + row * pitch;
+        if (size < kMinTileRows) {
+          by_vectors(panel, first + row, size, block, pitch);
         } else {
-          multiply_block(tiles, rounded + row * stride, row_scales + row, matrix, panel, count,
-                         output + row * matrix.num_columns);
+          multiply_block(tiles, rounded + (first + row) * stride, row_scales + first + row, matrix, panel, size, block,
+                         pitch);
         }
       }
-    }
+    };
   });
 }
 

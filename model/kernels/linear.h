@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "activation.h"
 #include "parallel.h"
 
 namespace onward {
@@ -18,7 +19,7 @@ struct Int8Matrix {
   const float* scales;     // [N]
   const float* bias;       // [N], or nullptr for none
   const int32_t* offsets;  // [N], each column's sum times the zero point of rows
-  bool is_gelu;            // whether to apply GELU to the output
+  Activation activation;   // if SwiGLU, N is a multiple of 64
 };
 
 // Quantization of rows: scale = max(max |x|, 1e-30) · step, byte = round(x / scale) + zero. A row with a number that is
@@ -37,7 +38,7 @@ bool ends_in_zeros(const Int8Matrix& matrix);
 // Writes `Int8Matrix::offsets`.
 void sum_columns(const Int8Matrix& matrix, int32_t zero, int32_t* offsets);
 
-// `output` `[num_rows, N]` = rows `[num_rows, K]` times matrix, plus bias.
+// `output` `[num_rows, N]`, or `[num_rows, N / 2]` of SwiGLU, = rows `[num_rows, K]` times matrix, plus bias.
 //
 //   y = f(Σ (byte - zero) · weight · column scale · scale + bias)
 //

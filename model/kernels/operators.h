@@ -30,22 +30,32 @@ inline Tensor input_rows(const Runtime& runtime, const ort::KernelContext* conte
   return rows;
 }
 
+// Columns of a product's output.
+inline int64_t num_results(const FloatMatrix& matrix) { return matrix.num_columns; }
+template <typename Matrix>
+int64_t num_results(const Matrix& matrix) {
+  return matrix.activation == Activation::kSwiGlu ? matrix.num_columns / 2 : matrix.num_columns;
+}
+
 // Computes output 0, rows times matrix. `rounding` is int8's.
 template <typename Matrix, typename... Roundings>
 void multiply_rows(const Runtime& runtime, ort::KernelContext* context, const Tensor& rows, const Matrix& matrix,
                    const Roundings&... rounding) {
-  const Tensor output = runtime.output(context, 0, rows.shape.with_last(matrix.num_columns));
+  const Tensor output = runtime.output(context, 0, rows.shape.with_last(num_results(matrix)));
   const SessionThreads threads{&runtime, context};
   multiply(threads.parallel(), rows.as<float>(), rows.shape.num_rows(), rounding..., matrix, output.as<float>());
 }
 
 // `Int8Linear(rows [..., K], panels [⌈N / 32⌉, ⌈K / 4⌉, 32, 4] int8, scales [N]) → [..., N]`, and `BiasedInt8Linear`
-// with a bias `[N]` as a fourth input; the suffix `Gelu` applies GELU to the output. See linear.h.
-template <bool kHasBias, bool kHasGelu>
+// with a bias `[N]` as a fourth input; the suffix `Gelu` applies GELU to the output, `SwiGLU` gives silu(gate) · up of
+// its halves `[..., N / 2]`. See linear.h.
+template <bool kHasBias, Activation kActivation>
 class Int8Linear {
  public:
-  static constexpr const char* kName =
-      kHasGelu ? (kHasBias ? "BiasedInt8LinearGelu" : "Int8LinearGelu") : kHasBias ? "BiasedInt8Linear" : "Int8Linear";
+  static constexpr const char* kNames[][2] = {{"Int8Linear", "BiasedInt8Linear"},
+                                              {"Int8LinearGelu", "BiasedInt8LinearGelu"},
+                                              {"Int8LinearSwiGLU", "BiasedInt8LinearSwiGLU"}};
+  static constexpr const char* kName = kNames[static_cast<int>(kActivation)][kHasBias];
   static constexpr std::array<Port, 3 + kHasBias> kInputs = {{{ort::kFloat}, {ort::kInt8}, {ort::kFloat}}};
   static constexpr ort::ElementType kOutputs[] = {ort::kFloat};
   static bool is_supported() { return can_multiply(); }
@@ -66,6 +76,8 @@ class Int8Linear {
                          (num_rows_ + kGroupRows - 1) / kGroupRows, kPanelColumns, kGroupRows};
     runtime.require(panels_.shape == shape, "panels must be [ceil(N / 32), ceil(K / 4), 32, 4]");
     runtime.require(ends_in_zeros(matrix(nullptr)), "panels must be zero past K");
+    runtime.require(kActivation != Activation::kSwiGlu || scales_.shape[0] % (2 * kPanelColumns) == 0,
+                    "N must be a multiple of 64, gates and ups");
     offsets_.resize(scales_.shape[0]);
     sum_columns(matrix(nullptr), rounding_.zero, offsets_.data());
   }
@@ -78,7 +90,7 @@ class Int8Linear {
  private:
   Int8Matrix matrix(const float* bias) const {
     return {numbers<int8_t>(resident_, panels_), num_rows_, scales_.shape[0], scales_.as<float>(), bias,
-            offsets_.data(), kHasGelu};
+            offsets_.data(), kActivation};
   }
 
   static constexpr int64_t kMaxRows = 1 << 16;  // sums of bytes stay exact in 32 bits
@@ -93,12 +105,14 @@ class Int8Linear {
 };
 
 // `Int4Linear(rows [..., K], panels [⌈N / 16⌉, K / 32, 4, 16, 4] uint8, scales [⌈N / 16⌉, K / 32, 16] float16) →
-// [..., N]`, and `BiasedInt4Linear` with a bias `[N]`; `Gelu` as above. See int4_linear.h.
-template <bool kHasBias, bool kHasGelu>
+// [..., N]`, and `BiasedInt4Linear` with a bias `[N]`; `Gelu` and `SwiGLU` as above. See int4_linear.h.
+template <bool kHasBias, Activation kActivation>
 class Int4Linear {
  public:
-  static constexpr const char* kName =
-      kHasGelu ? (kHasBias ? "BiasedInt4LinearGelu" : "Int4LinearGelu") : kHasBias ? "BiasedInt4Linear" : "Int4Linear";
+  static constexpr const char* kNames[][2] = {{"Int4Linear", "BiasedInt4Linear"},
+                                              {"Int4LinearGelu", "BiasedInt4LinearGelu"},
+                                              {"Int4LinearSwiGLU", "BiasedInt4LinearSwiGLU"}};
+  static constexpr const char* kName = kNames[static_cast<int>(kActivation)][kHasBias];
   static constexpr std::array<Port, 3 + kHasBias> kInputs = {{{ort::kFloat}, {ort::kUint8}, {ort::kFloat16}}};
   static constexpr ort::ElementType kOutputs[] = {ort::kFloat};
   static bool is_supported() { return can_multiply(); }
@@ -112,6 +126,8 @@ class Int4Linear {
         resident_panels_(runtime.resident(info, 1, sizeof(uint8_t))),
         resident_scales_(runtime.resident(info, 2, sizeof(uint16_t))) {
     runtime.require(num_rows_ % kInt4Block == 0, "K must be a multiple of 32");
+    runtime.require(kActivation != Activation::kSwiGlu || num_columns_ % (2 * kInt4PanelColumns) == 0,
+                    "N must be a multiple of 32, gates and ups");
   }
 
   void compute(const Runtime& runtime, ort::KernelContext* context) const {
@@ -124,7 +140,7 @@ class Int4Linear {
                         scales.shape == Shape{num_panels, num_blocks, kInt4PanelColumns},
                     "panels must be [ceil(N / 16), K / 32, 4, 16, 4] and scales [ceil(N / 16), K / 32, 16]");
     const Int4Matrix matrix{numbers<uint8_t>(resident_panels_, panels), numbers<uint16_t>(resident_scales_, scales),
-                            num_rows_, num_columns_, bias, kHasGelu};
+                            num_rows_, num_columns_, bias, kActivation};
     multiply_rows(runtime, context, rows, matrix);
   }
 

@@ -75,8 +75,12 @@ struct Supported {
 
 using Operators =
     Supported<Linear<false, false>, Linear<true, false>, Linear<false, true>, Linear<true, true>,
-              Int8Linear<false, false>, Int8Linear<true, false>, Int8Linear<false, true>, Int8Linear<true, true>,
-              Int4Linear<false, false>, Int4Linear<true, false>, Int4Linear<false, true>, Int4Linear<true, true>,
+              Int8Linear<false, Activation::kNone>, Int8Linear<true, Activation::kNone>,
+              Int8Linear<false, Activation::kGelu>, Int8Linear<true, Activation::kGelu>,
+              Int8Linear<false, Activation::kSwiGlu>, Int8Linear<true, Activation::kSwiGlu>,
+              Int4Linear<false, Activation::kNone>, Int4Linear<true, Activation::kNone>,
+              Int4Linear<false, Activation::kGelu>, Int4Linear<true, Activation::kGelu>,
+              Int4Linear<false, Activation::kSwiGlu>, Int4Linear<true, Activation::kSwiGlu>,
               GroupQueryAttention, Int8CacheAttention, SwiGlu, AddNorm<false>, AddNorm<true>>;
 
 // Adds the operators to a session's options. Sessions keep a pointer to the domain, so all share one that is never

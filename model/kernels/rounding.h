@@ -61,15 +61,4 @@ void for_each_row(const Parallel& parallel, int64_t num_rows, int64_t width, con
   }
 }
 
-// Calls `body(panel, row, count)` for each panel and tile of rows. A panel stays in the L1 cache for all rows.
-template <typename Body>
-void for_each_tile(const Parallel& parallel, int64_t num_panels, int64_t num_rows, int64_t tile_rows,
-                   const Body& body) {
-  share(parallel, num_panels, [=, &body](int64_t begin, int64_t end) {
-    for (int64_t panel = begin; panel < end; ++panel) {
-      for (int64_t row = 0; row < num_rows; row += tile_rows) body(panel, row, std::min(tile_rows, num_rows - row));
-    }
-  });
-}
-
 }  // namespace onward

@@ -16,7 +16,7 @@ bool can_compute_rows() {
 // All above runs on any processor, all below only where it returns true.
 #pragma GCC target("avx512f,avx512dq,fma")
 
-#include "exponential.h"
+#include "gelu.h"
 #include "lanes.h"
 
 namespace onward {
@@ -54,9 +54,7 @@ void swiglu(const Parallel& parallel, const float* rows, int64_t num_rows, int64
       for (int64_t i = 0; i < width; i += kLanes) {
         const __mmask16 mask = first_lanes(width - i);
         const __m512 gate = _mm512_maskz_loadu_ps(mask, gates + i), up = _mm512_maskz_loadu_ps(mask, ups + i);
-        const __m512 power = power_of_two(_mm512_mul_ps(gate, _mm512_set1_ps(-kLog2E)));
-        const __m512 silu = _mm512_div_ps(gate, _mm512_add_ps(power, _mm512_set1_ps(1.0f)));
-        _mm512_mask_storeu_ps(output + row * width + i, mask, _mm512_mul_ps(silu, up));
+        _mm512_mask_storeu_ps(output + row * width + i, mask, swiglu(gate, up));
       }
     }
   });

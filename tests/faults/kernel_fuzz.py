@@ -106,6 +106,8 @@ def _product(rng: np.random.Generator, kind: str) -> Case:
     inner, outer = int(rng.integers(1, 200)), int(rng.integers(1, 100))
     if rng.random() < 0.1:
         inner, outer = 1024, 70  # large enough to be copied
+    if kind.endswith(SWIGLU):
+        outer = -(-outer // 64) * 64
     attributes: dict[str, Any] = {}
     inputs: list[Array | None]
     if INT4_LINEAR in kind:

@@ -79,7 +79,7 @@ void attend(const onward::Parallel& parallel, uint32_t seed, int64_t count, Floa
 
 // What all kernels give, one after the other, of numbers that `seed` decides.
 Floats compute(int threads, uint32_t seed) {
-  constexpr int64_t kRows = 70, kInner = 512, kOuter = 330;
+  constexpr int64_t kRows = 70, kInner = 512, kOuter = 330, kGated = 320;
   const onward::Parallel parallel{&threads, lend};
   const Floats rows = draw<float>(kRows * kInner, seed + 6), bias = draw<float>(kOuter, seed + 7);
   Floats results, output(kRows * kOuter);
@@ -96,13 +96,20 @@ Floats compute(int threads, uint32_t seed) {
     const auto panels = draw<int8_t>((kOuter + 31) / 32 * 32 * kInner, seed + 9);
     const Floats scales = draw<float>(kOuter, seed + 10);
     std::vector<int32_t> offsets(kOuter);
-    const onward::Int8Matrix bytes{panels.data(), kInner, kOuter, scales.data(), bias.data(), offsets.data(), false};
+    onward::Int8Matrix bytes{panels.data(), kInner, kOuter, scales.data(), bias.data(), offsets.data(), {}};
     onward::sum_columns(bytes, 128, offsets.data());
-    onward::multiply(parallel, rows.data(), kRows, onward::Rounding{1.0f / 127, 128}, bytes, output.data());
+    const onward::Rounding rounding{1.0f / 127, 128};
+    onward::multiply(parallel, rows.data(), kRows, rounding, bytes, output.data());
+    keep(output);
+    bytes.num_columns = kGated, bytes.activation = onward::Activation::kSwiGlu;
+    onward::multiply(parallel, rows.data(), kRows, rounding, bytes, output.data());
     keep(output);
     const auto codes = draw<uint8_t>((kOuter + 15) / 16 * 16 * kInner / 2, seed + 11);
     const std::vector<uint16_t> halves((kOuter + 15) / 16 * 16 * kInner / 32, 0x2E66);  // 0.1
-    const onward::Int4Matrix nibbles{codes.data(), halves.data(), kInner, kOuter, nullptr, false};
+    onward::Int4Matrix nibbles{codes.data(), halves.data(), kInner, kOuter, nullptr, {}};
+    onward::multiply(parallel, rows.data(), kRows, nibbles, output.data());
+    keep(output);
+    nibbles.num_columns = kGated, nibbles.activation = onward::Activation::kSwiGlu;
     onward::multiply(parallel, rows.data(), kRows, nibbles, output.data());
     keep(output);
   }

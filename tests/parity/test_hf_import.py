@@ -23,7 +23,7 @@ from benchmarks.scenarios._import_cases import CASES, Case, make_folder
 from benchmarks.scenarios.imports import Outcome
 from export.__main__ import main as export_main
 from export.exporter import export
-from export.operators import BIASED, GELU, INT4_LINEAR, INT8_LINEAR, LINEAR
+from export.operators import BIASED, GELU, INT4_LINEAR, INT8_LINEAR, LINEAR, SWIGLU
 from export.verify import Verdict
 from model import checkpoint
 from model.__main__ import main
@@ -123,7 +123,7 @@ def test_imported_checkpoint_is_proven_in_fewer_bits(
     report = export(loaded, artifact, Device.CPU, precision, lambda _: None, KVFormat(kv_precision))
     assert report.verdict is Verdict.PASSED
     nodes = onnx.load(artifact / "decoder.onnx").graph.node
-    kinds = [node.op_type.removeprefix(BIASED).removesuffix(GELU) for node in nodes]
+    kinds = [node.op_type.removeprefix(BIASED).removesuffix(GELU).removesuffix(SWIGLU) for node in nodes]
     products = {kind for kind in kinds if kind in _PRODUCTS}
     # The feed-forward width is no multiple of 32: blocks of 16 are the operator's of ONNX Runtime's own.
     expected = {INT8_LINEAR} if precision is Precision.INT8 else {INT4_LINEAR, "MatMulNBits"}

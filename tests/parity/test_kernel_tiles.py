@@ -54,35 +54,49 @@ def rows(rng: np.random.Generator, num_rows: int, inner: int) -> Float32:
     positive=st.booleans(),
     biased=st.booleans(),
     gelu=st.booleans(),
+    swiglu=st.booleans(),
     seed=st.integers(0, 2**32 - 1),
 )
-@example(inner=1 << 16, outer=3, num_rows=17, positive=True, biased=False, gelu=False, seed=0)  # the largest sums
+# The largest sums.
+@example(inner=1 << 16, outer=3, num_rows=17, positive=True, biased=False, gelu=False, swiglu=False, seed=0)
 @settings(deadline=None, max_examples=25)
 def test_int8_products_by_tiles_have_the_bits_of_those_by_vectors(
-    library: Path, inner: int, outer: int, num_rows: int, positive: bool, biased: bool, gelu: bool, seed: int
+    library: Path,
+    inner: int,
+    outer: int,
+    num_rows: int,
+    positive: bool,
+    biased: bool,
+    gelu: bool,
+    swiglu: bool,
+    seed: int,
 ) -> None:
     rng = np.random.default_rng(seed)
-    model = int8_linear(inner, outer, rng, positive=positive, biased=biased, gelu=gelu)
+    outer = -(-outer // 64) * 64 if swiglu else outer
+    model = int8_linear(inner, outer, rng, positive=positive, biased=biased, gelu=gelu, swiglu=swiglu)
     check(library, model, rows(rng, num_rows, inner))
 
 
 @given(
     num_blocks=st.integers(1, 9),
     outer=st.integers(1, 40),
-    num_rows=st.integers(14, 60),
+    num_rows=st.integers(14, 90),
     biased=st.booleans(),
     gelu=st.booleans(),
+    swiglu=st.booleans(),
     seed=st.integers(0, 2**32 - 1),
 )
 @settings(deadline=None, max_examples=25)
 def test_int4_products_by_tiles_have_the_bits_of_those_by_vectors(
-    library: Path, num_blocks: int, outer: int, num_rows: int, biased: bool, gelu: bool, seed: int
+    library: Path, num_blocks: int, outer: int, num_rows: int, biased: bool, gelu: bool, swiglu: bool, seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
+    outer = -(-outer // 32) * 32 if swiglu else outer
     codes = rng.integers(0, 16, (outer, num_blocks, INT4_BLOCK)).astype(np.uint8)
     scales = rng.uniform(-0.1, 0.1, (outer, num_blocks)).astype(np.float32)
     bias = rng.standard_normal(outer).astype(np.float32) if biased else None
-    check(library, int4_linear(codes, scales, bias, gelu=gelu), rows(rng, num_rows, num_blocks * INT4_BLOCK))
+    model = int4_linear(codes, scales, bias, gelu=gelu, swiglu=swiglu)
+    check(library, model, rows(rng, num_rows, num_blocks * INT4_BLOCK))
 
 
 def test_tiles_are_used_where_they_work_and_the_question_leaves_no_trace() -> None:

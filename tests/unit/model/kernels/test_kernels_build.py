@@ -213,7 +213,11 @@ _ATTENTION = {"avx512f", "avx512dq", "avx512bw", "avx512vl", "fma"}
 _PRODUCTS = {"Linear": {"avx512f", "avx512dq"}, "Int8Linear": _BYTES, "Int4Linear": _BYTES}
 INSTRUCTIONS = {
     **{
-        f"{bias}{kind}{gelu}": _PRODUCTS[kind] for kind in _PRODUCTS for bias in ("", "Biased") for gelu in ("", "Gelu")
+        f"{bias}{kind}{after}": _PRODUCTS[kind]
+        for kind in _PRODUCTS
+        for bias in ("", "Biased")
+        for after in ("", "Gelu", "SwiGLU")
+        if (kind, after) != ("Linear", "SwiGLU")
     },
     "GroupQueryAttention": _ATTENTION,
     "Int8CacheAttention": _ATTENTION,
