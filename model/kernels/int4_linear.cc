@@ -146,9 +146,10 @@ void multiply_block(BlockTiles& tiles, const int8_t* rows, int64_t width, const 
   }
 }
 
-// One panel's columns for `count` quantized rows. Memory past them is read, up to a whole tile.
+// One panel's columns for `count` quantized rows. Memory past them is read, up to a whole tile. The next panel's codes
+// come while the first rows are multiplied.
 void multiply_tile(BlockTiles& tiles, const int8_t* rows, const float* row_scales, const Int4Matrix& matrix,
-                   const int8_t* weights, int64_t panel, int64_t count, float* output, int64_t pitch) {
+                   const int8_t* weights, int64_t panel, int64_t count, bool is_first, float* output, int64_t pitch) {
   const int64_t width = matrix.num_rows, num_blocks = width / kInt4Block;
   const uint16_t* block_scales = matrix.scales + panel * num_blocks * kInt4PanelColumns;
   const uint8_t* next_codes = matrix.panels + (panel + 1) * num_blocks * kBlockBytes;
@@ -162,8 +163,7 @@ void multiply_tile(BlockTiles& tiles, const int8_t* rows, const float* row_scale
   for (int64_t block = 0; block < num_blocks; ++block, block_scales += kInt4PanelColumns) {
     if (const int64_t next = block + kDelay - 1; next < num_blocks)
       multiply_block(tiles, rows, width, weights, next, exact);
-    // The next panel's weights come while this one's are multiplied.
-    for (int pair = 0; pair < kPairs; ++pair)
+    for (int pair = 0; pair < kPairs && is_first; ++pair)
       _mm_prefetch(next_codes + block * kBlockBytes + pair * 64, _MM_HINT_T0);
     const __m512 scales = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(block_scales)));
     const BlockSums& products = exact[block % kDelay];
@@ -194,7 +194,9 @@ void multiply(const Parallel& parallel, const float* rows, int64_t num_rows, con
 
   for_each_row(parallel, num_rows, width, [=](int64_t row) {
     scales[row] = round_row(rows + row * width, width, kStep, 0, bytes + row * width);
-    sum_blocks(bytes + row * width, num_blocks, offsets + row * num_blocks);
+    // Tiles take signed weights; rows that fill none are left to vectors.
+    if (!uses_tiles || row >= num_rows / kTileRows * kTileRows)
+      sum_blocks(bytes + row * width, num_blocks, offsets + row * num_blocks);
   });
   const auto by_vectors = [=, &matrix](int64_t panel, int64_t first, int64_t count, float* results, int64_t pitch) {
     for (int64_t row = 0; row < count; row += kVectorRows) {
@@ -220,7 +222,7 @@ void multiply(const Parallel& parallel, const float* rows, int64_t num_rows, con
           by_vectors(panel, first + row, size, results + row * pitch, pitch);
         } else {
           multiply_tile(tiles, bytes + (first + row) * width, scales + first + row, matrix, own, panel, size,
-                        results + row * pitch, pitch);
+                        first + row == 0, results + row * pitch, pitch);
         }
       }
     };
