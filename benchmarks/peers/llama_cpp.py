@@ -1,9 +1,9 @@
 """llama.cpp through llama-cpp-python's low-level functions: one sequence for each prompt, greedy decoding.
 
 Four bits are q4_0, as its own quantizer makes it: llama.cpp repacks this type at load for the processor's widest
-instructions. Repacking is off for q8_0 on a processor with AMX, where it crashes llama-cpp-python 0.3.36. K/V is
-float16, its default, or with `-kv8` behind a precision q8_0; flash attention is on. Weights are read, not mapped, so
-that they lie in huge pages.
+instructions. Repacking is off for q8_0 and q4_0 on a processor with AMX, where it crashes llama-cpp-python 0.3.36.
+K/V is float16, its default, or with `-kv8` behind a precision q8_0; flash attention is on. Weights are read, not
+mapped, so that they lie in huge pages.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class LlamaCpp(System):
     def _set_model(self, settings: Any) -> None:
         """Sets what only this library's model has."""
         has_amx = b"AMX_INT8 = 1" in self._library.llama_print_system_info()
-        settings.use_extra_bufts = not (has_amx and self._weights == "q8_0")
+        settings.use_extra_bufts = not (has_amx and self._weights in ("q8_0", "q4_0"))
 
     def _set_context(self, settings: Any) -> None:
         """Sets what only this library's context has."""
