@@ -1,9 +1,8 @@
 """Prompt-lookup speculative decoding: tokens per second with draft tokens and without; same tokens.
 
-Over gRPC, one request at a time or some together, on two servers that differ in `--look-up` alone, in an order drawn for
-each of these.
-The model is trained: text of random weights repeats itself for no reason. Prompts are from held-out modules, in three
-tasks:
+Over gRPC, one request at a time or some together, on two servers that differ in `--look-up` alone, in an order drawn
+for each. The model is trained: text of random weights repeats itself for no reason. Prompts are from held-out modules,
+in three tasks:
 
     continue   a module's beginning, continued greedily; a small model's greedy text tends to repeat itself
     sample     the same beginning, continued by sampling at temperature 1, with a seed for each prompt
