@@ -23,6 +23,7 @@ from service.engine.kv.reservations import KVBudget
 from service.engine.sampling.beam import BeamSearch
 from service.engine.sampling.sampler import Sampler, compute_logprobs
 from service.engine.scheduler import EngineLimits, Scheduler
+from service.engine.speculation.drafting import MOST_FED
 from service.engine.types import (
     BeamSearchParams,
     FinishReason,
@@ -88,11 +89,17 @@ class Life(RuleBasedStateMachine):
         """Asserts what holds of every batch."""
         busy = [slot for slot, row in enumerate(batch.decode) if not row.is_padding]
         busy += {slot for slot, _, _ in chunks_of(batch)}
-        if (drafted := batch.drafted) is not None:
-            busy.append(drafted.slot)
-            assert (busy, batch.chunks) == ([0], (drafted,)), "a row with drafts computes alone"
-            assert 1 <= batch.num_draft_tokens <= self.look_up
-            assert drafted.start + len(drafted.token_ids) < self.scheduler._ledger.slots[0].group.max_num_tokens
+        if batch.drafted:
+            assert not busy, "rows with drafts are computed in one run, and nothing else is"
+            lengths = [len(chunk.token_ids) for chunk in batch.drafted]
+            assert len(lengths) == 1 or len(lengths) * max(lengths) <= min(MOST_FED, LIMITS.max_prefill_tokens)
+            note(f"rows with drafts: {len(lengths)}")
+        for slot, chunk in enumerate(batch.drafted):
+            busy.append(chunk.slot)
+            assert chunk.slot == slot
+            assert 1 <= chunk.num_scored <= self.look_up + 1
+            assert len(chunk.token_ids) == max(lengths) or chunk.start == 0
+            assert chunk.end < self.scheduler._ledger.slots[slot].group.max_num_tokens
         self.check_fed(sorted(busy), batch)
         groups = (*batch.encodes, *batch.prefill_groups)
         costs = [group.padded_length for group in groups for _ in group.rows]

@@ -168,8 +168,8 @@ class FakeRunner:
                 assert 1 < len(prompt.token_ids) <= prompts.padded_length
                 self._feed(prompt.slot, 0, prompt.token_ids, 0)
         self._touch()
-        for chunk in batch.chunks:
-            assert len(chunk.token_ids) > 1
+        for chunk in (*batch.prefills, *batch.drafted):
+            assert len(chunk.token_ids) > (chunk not in batch.drafted)
             assert 0 <= chunk.num_scored <= len(chunk.token_ids)
             first_scored = len(chunk.token_ids) - chunk.num_scored
             if first_scored:

@@ -1,8 +1,8 @@
-"""Prompt-lookup speculative decoding for one client: tokens per second with draft tokens and without; same tokens.
+"""Prompt-lookup speculative decoding: tokens per second with draft tokens and without; same tokens.
 
-Over gRPC, one request at a time, on two servers that differ in `--look-up` alone, in an order drawn for each prompt.
-The model is trained: text of random weights repeats itself for no reason. Prompts are from held-out modules, in three
-tasks:
+Over gRPC, one request at a time or some together, on two servers that differ in `--look-up` alone, in an order drawn
+for each. The model is trained: text of random weights repeats itself for no reason. Prompts are from held-out modules,
+in three tasks:
 
     continue   a module's beginning, continued greedily; a small model's greedy text tends to repeat itself
     sample     the same beginning, continued by sampling at temperature 1, with a seed for each prompt
@@ -63,6 +63,7 @@ class SpeculationSettings(Settings):
     )
     look_up: int = option(8, "draft tokens at most", least=1)
     prompts: int = option(12, "of each task", least=1, quick=2)
+    in_flight: int = option(1, "requests together", least=1)
     prompt: int = option(192, "tokens of each", least=16)
     new: int = option(192, "tokens of an answer", least=2)
     repeats: int = option(5, "of all prompts", least=1, quick=1)
@@ -110,11 +111,11 @@ def measure(settings: SpeculationSettings, run: Run) -> dict[str, Any]:
         model.served(*METRICS, "--look-up", str(settings.look_up)) as speculating,
     ):
         targets = {WITHOUT: plain.target, WITH: speculating.target}
-        asyncio.run(_ask_all(targets, asked[COPY][:2], settings.new, source))  # warms up
+        asyncio.run(_ask_all(targets, asked[COPY][:2], settings.new, 1, source))  # warms up
         for task in TASKS:
             before = _counters(speculating.metrics)
             rounds = [
-                asyncio.run(_ask_all(targets, asked[task], settings.new, source))
+                asyncio.run(_ask_all(targets, asked[task], settings.new, settings.in_flight, source))
                 for _ in counted(settings.repeats, f"{task}: repeat")
             ]
             answers[task] = {way: [each[way] for each in rounds] for way in targets}
@@ -127,7 +128,7 @@ def _make_subject(settings: SpeculationSettings, build: Path) -> Subject:
     if not (settings.checkpoint / "run.json").exists():
         raise RuntimeError(f"{settings.checkpoint} is no checkpoint: `make demo` trains one")
     work = build / "scenarios" / "speculation" / settings.checkpoint.name
-    return Subject(export(settings.checkpoint, work, settings.precision), settings.threads, 2)
+    return Subject(export(settings.checkpoint, work, settings.precision), settings.threads, max(2, settings.in_flight))
 
 
 def questions(settings: SpeculationSettings, texts: Sequence[Sequence[int]], task: str) -> list[Question]:
@@ -182,15 +183,16 @@ def judge(
 
 
 async def _ask_all(
-    targets: Mapping[str, str], asked: Sequence[Question], new: int, source: random.Random
+    targets: Mapping[str, str], asked: Sequence[Question], new: int, in_flight: int, source: random.Random
 ) -> dict[str, list[Decoded]]:
-    """Every question to both servers, one request at a time."""
+    """Every question to both servers, so many at a time."""
     answers: dict[str, list[Decoded]] = {way: [] for way in targets}
     async with connected(targets[WITHOUT]) as first, connected(targets[WITH]) as second:
         stubs = {WITHOUT: first, WITH: second}
-        for question in asked:
+        for first_asked in range(0, len(asked), in_flight):
+            together = asked[first_asked : first_asked + in_flight]
             for way in shuffled(targets, source.random()):
-                answers[way].append(await ask(stubs[way], question, new))
+                answers[way] += await asyncio.gather(*(ask(stubs[way], question, new) for question in together))
     return answers
 
 
@@ -241,7 +243,7 @@ def render(results: Results) -> str:
     lines = [
         "# Prompt-lookup speculative decoding",
         "",
-        f"{Path(settings['checkpoint']).name} {settings['precision']}, trained; one request at a time, "
+        f"{Path(settings['checkpoint']).name} {settings['precision']}, trained; {settings['in_flight']} at a time, "
         f"{settings['prompts']} prompts of {settings['prompt']} tokens from held-out modules, {settings['new']} tokens "
         f"each; `--look-up {settings['look_up']}` beside `--look-up 0`, medians of {settings['repeats']} repeats, "
         f"{conditions(results)}. Rates are of decoding, after the first token. All tokens are equal.",

@@ -201,8 +201,8 @@ class ServeConfig:
     look_up: Annotated[
         int,
         _engine(
-            "draft tokens of prompt-lookup speculative decoding, for a decoder-only request that runs alone on our "
-            "kernels; 0: off; same output bits",
+            "draft tokens of prompt-lookup speculative decoding, for decoder-only requests on our kernels, as far as "
+            "few decode together; 0: off; same output bits",
             integer(0, 16),
         ),
     ] = 0

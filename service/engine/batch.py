@@ -2,7 +2,7 @@
 
 The scheduler builds it, the runner turns it into tensors, the sampler reads `scores`, `samples` and `beams`, and
 `Scheduler.commit` moves the sequences forward by it. Fields stand in the order in which they are carried out: K/V
-operations, encoding, the batched one-token run, grouped prefill, prefill chunks, the row with draft tokens. A row is
+operations, encoding, the batched one-token run, grouped prefill, prefill chunks, the rows with draft tokens. A row is
 fed either by the one-token run or by runs of several tokens, so its last logits have one place: row `slot` of the
 runner's output. Other logits that are wanted follow the slots'.
 """
@@ -147,6 +147,11 @@ class PrefillChunk:
         """Number of last tokens after which logits are computed."""
         return self.num_scored or int(self.wants_logits)
 
+    @property
+    def end(self) -> int:
+        """The position behind the last token."""
+        return self.start + len(self.token_ids)
+
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
@@ -199,9 +204,11 @@ class BeamRow:
 class ScheduledBatch:
     """One step. An empty batch is valid and runs nothing.
 
-    `drafted` is the only row that is computed, where it has draft tokens: its next token, then the drafts, with logits
-    after each. Positions of rejected drafts are overwritten later. `wants_all_logits` asks for the logits of all rows
-    that are fed, not only of those that are sampled, scored or extended: for golden cases.
+    `drafted` are all rows that are computed, slots 0, 1, and so on, where any has draft tokens: the next token of each,
+    then its drafts, with logits after each of these (`num_scored`), in one run. Shorter ones begin with tokens that the
+    row has computed before, and computes again to the same bits, until all are equally long or begin with their row.
+    Positions of rejected drafts are overwritten later. `wants_all_logits` asks for the logits of all rows that are fed,
+    not only of those that are sampled, scored or extended: for golden cases.
     """
 
     kv_operations: tuple[KVOperation, ...] = ()
@@ -209,16 +216,11 @@ class ScheduledBatch:
     decode: tuple[DecodeRow, ...] = ()
     prefill_groups: tuple[PrefillGroup, ...] = ()
     prefills: tuple[PrefillChunk, ...] = ()
-    drafted: PrefillChunk | None = None
+    drafted: tuple[PrefillChunk, ...] = ()
     scores: tuple[ScoreRow, ...] = ()
     samples: tuple[SampleRow, ...] = ()
     beams: tuple[BeamRow, ...] = ()
     wants_all_logits: bool = False
-
-    @property
-    def chunks(self) -> tuple[PrefillChunk, ...]:
-        """Runs of several tokens of one row: prompt chunks, or the row with draft tokens."""
-        return self.prefills if self.drafted is None else (*self.prefills, self.drafted)
 
     @property
     def has_prompts(self) -> bool:
@@ -242,12 +244,14 @@ class ScheduledBatch:
         """Tokens that fill up a tensor and do no work."""
         groups: tuple[EncodeGroup | PrefillGroup, ...] = (*self.encodes, *self.prefill_groups)
         grouped = sum(group.padded_length - len(row.token_ids) for group in groups for row in group.rows)
-        return grouped + sum(row.is_padding for row in self.decode)
+        length = max((len(chunk.token_ids) for chunk in self.drafted), default=0)
+        repeated = sum(length - chunk.num_scored for chunk in self.drafted)
+        return grouped + repeated + sum(row.is_padding for row in self.decode)
 
     @property
     def num_draft_tokens(self) -> int:
         """Draft tokens to verify."""
-        return 0 if self.drafted is None else len(self.drafted.token_ids) - 1
+        return sum(chunk.num_scored - 1 for chunk in self.drafted)
 
     @property
     def num_prefill_runs(self) -> int:
@@ -267,12 +271,12 @@ class ScheduledBatch:
     @property
     def num_decode_rows(self) -> int:
         """Rows that decode, padding aside."""
-        return sum(not row.is_padding for row in self.decode) + (self.drafted is not None)
+        return sum(not row.is_padding for row in self.decode) + len(self.drafted)
 
     @property
     def num_decode_pairs(self) -> int:
         """Pairs of decoding rows, one token each: with all tokens that a row then has, and with those of its source."""
-        drafted = 0 if self.drafted is None else self.drafted.start + 1
+        drafted = sum(chunk.end - chunk.num_scored + 1 for chunk in self.drafted)
         return drafted + sum(row.position + 1 + row.source_length for row in self.decode if not row.is_padding)
 
     @property

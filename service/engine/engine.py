@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from model.spec.cost import causal_pairs
 from model.spec.golden import CaseResult, GoldenCase, Tolerance, compare
 from service.engine.batch import KVFree, KVRetain, ScheduledBatch
 from service.engine.chunks import ChunkRules
@@ -160,7 +159,8 @@ class Engine:
         A failure while computing ends the requests that hold slots, or lost them in this very step, each with an
         `EngineFailed` that shares an id with one log entry. Waiting requests are untouched, and start on empty slots.
         """
-        before = self._scheduler.num_preemptions, self._scheduler.drafter.num_accepted
+        drafter = self._scheduler.drafter
+        before = self._scheduler.num_preemptions, drafter.num_accepted, drafter.num_accepted_pairs
         batch = self._scheduler.schedule(self._clock())
         last_ended, started = self._last_run.ended, self._clock()
         error_id = None
@@ -315,12 +315,12 @@ class Engine:
         started: float,
         run_seconds: float,
         host_seconds: float | None,
-        before: tuple[int, int],
+        before: tuple[int, int, int],
     ) -> StepStats:
-        """A step's numbers; `before` are the preemptions and accepted draft tokens before it."""
-        num_preempted, num_accepted = before
+        """A step's numbers; `before` are the preemptions, accepted draft tokens and their pairs before it."""
+        num_preempted, num_accepted, accepted_pairs = before
         num_accepted = self._scheduler.drafter.num_accepted - num_accepted
-        accepted_pairs = 0 if batch.drafted is None else causal_pairs(num_accepted, batch.drafted.start + 1)
+        accepted_pairs = self._scheduler.drafter.num_accepted_pairs - accepted_pairs
         return StepStats(
             start_time=started,
             num_rows=batch.num_rows,

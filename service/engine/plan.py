@@ -53,7 +53,7 @@ class StepPlan:
         self._decode_slots: list[int] = []
         self._short_prompts: list[PrefillRow] = []
         self._prefills: list[PrefillChunk] = []
-        self._drafted: PrefillChunk | None = None
+        self._drafted: list[PrefillChunk] = []
         self._scores: list[ScoreRow] = []
         self._samples: list[SampleRow] = []
         self._sampled: list[Sequence] = []
@@ -104,22 +104,29 @@ class StepPlan:
             self._sample(slot, sequence)
 
     @property
-    def is_one_token(self) -> bool:
-        """Whether the step computes only the next token of one output in slot 0."""
-        is_all = self._decode_slots == [0] and not (self._sources or self._short_prompts or self._prefills)
-        return is_all and not self._scores and len(self._samples) == 1
+    def decoding(self) -> list[Sequence]:
+        """The sequences of slots 0, 1, and so on, if the step samples the next token of each and does nothing else."""
+        if self._sources or self._short_prompts or self._prefills or self._scores or self._beam_slots:
+            return []
+        by_slot = {sample.slot: sequence for sample, sequence in zip(self._samples, self._sampled, strict=True)}
+        is_all = sorted(self._decode_slots) == sorted(sample.slot for sample in self._samples) == [*range(len(by_slot))]
+        return [by_slot[slot] for slot in range(len(by_slot))] if is_all else []
 
-    def add_drafts(self, drafts: tuple[int, ...]) -> None:
-        """Verifies draft tokens together with the one token of the step (`is_one_token`)."""
-        (sequence,), (sample,) = self._sampled, self._samples
-        self._decode_slots = []
-        fed = (sequence.token_ids[-1], *drafts)
-        self._drafted = PrefillChunk(0, sequence.num_computed_tokens, fed, num_scored=len(fed), wants_logits=False)
-        self._sampled = [sequence] * len(fed)
-        self._samples = [
-            dataclasses.replace(sample, slot=self._next_logits + index, position=sample.position + index, draft=draft)
-            for index, draft in enumerate((*drafts, None))
-        ]
+    def add_drafts(self, drafts: Iterable[tuple[int, ...]]) -> None:
+        """Verifies draft tokens of each slot, some without, together with the step's tokens (`decoding`)."""
+        samples, sequences, drafts = {sample.slot: sample for sample in self._samples}, self.decoding, [*drafts]
+        self._decode_slots, self._samples, self._sampled = [], [], []
+        length = 1 + max(map(len, drafts))
+        for slot, (sequence, own) in enumerate(zip(sequences, drafts, strict=True)):
+            start = max(0, sequence.num_tokens + len(own) - length)
+            fed = (*sequence.token_ids[start:], *own)
+            chunk = PrefillChunk(slot, start, fed, num_scored=1 + len(own), wants_logits=False)
+            self._drafted.append(chunk)
+            for index, draft in enumerate((*own, None)):
+                place, position = self._next_logits + index, samples[slot].position + index
+                self._samples.append(dataclasses.replace(samples[slot], slot=place, position=position, draft=draft))
+                self._sampled.append(sequence)
+            self._next_logits += chunk.num_scored
 
     def build(self, operations: tuple[KVOperation, ...], slots: SlotTable[Sequence]) -> Planned:
         """The finished batch; `slots` has the rows that pad the batched run between those that decode."""
@@ -133,7 +140,7 @@ class StepPlan:
             ),
             prefill_groups=self._rules.group_prompts(self._short_prompts),
             prefills=tuple(self._prefills),
-            drafted=self._drafted,
+            drafted=tuple(self._drafted),
             scores=tuple(self._scores),
             samples=tuple(self._samples),
             beams=tuple(

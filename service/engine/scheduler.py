@@ -17,6 +17,7 @@ Runs on the engine thread alone. Knows no tensors, no clock (callers pass the ti
 
 from __future__ import annotations
 
+import itertools
 import math
 import secrets
 from collections.abc import Callable, Collection, Mapping
@@ -110,7 +111,9 @@ class Scheduler:
         )
         # The runner has `max_prefill_tokens` rows of logits besides the slots'.
         max_drafts = min(limits.look_up, limits.max_prefill_tokens - 1)
-        self.drafter = Drafter(0 if model.speculation_obstacle is not None else max_drafts)
+        self.drafter = Drafter(
+            0 if model.speculation_obstacle is not None else max_drafts, max_fed=limits.max_prefill_tokens
+        )
         self.num_preemptions = 0
         self._intake = Intake(model, decode, draw_seed, limits.patience_seconds)
         self._budget = kv_budget or KVBudget(num_bytes=limits.max_batch_size * (model.context + source_context))
@@ -210,7 +213,7 @@ class Scheduler:
             order = StepOrder(self._tenants, self._ledger, prompts, claimant=found[0])
         self._fill_step(plan, prompts, order, now)
         self._tenants.end_step()
-        if self.drafter.max_tokens and plan.is_one_token and (drafts := self.drafter.draft(self._ledger.slots[0])):
+        if self.drafter.max_tokens and any(drafts := self.drafter.draft(plan.decoding)):
             plan.add_drafts(drafts)
         self._planned = plan.build(self._ledger.take_operations(), self._ledger.slots)
         return self._planned.batch
@@ -236,12 +239,14 @@ class Scheduler:
         self._count_computed(batch)
         for score, logprobs in zip(batch.scores, scored, strict=True):
             outputs.report_scores(self._ledger.slots[score.slot].group, logprobs, now, is_end=score.is_end)
-        if batch.drafted is None:
+        if not batch.drafted:
             outputs.append_all(planned.sampled, sampled, now)
         else:
-            sequence = planned.sampled[0]
-            num_accepted = outputs.append_drafts(sequence, batch, sampled, now)
-            self.drafter.report(batch.num_draft_tokens, num_accepted)
+            results = iter(zip(batch.samples, sampled, strict=True))
+            sequences = dict.fromkeys(planned.sampled)
+            for chunk, sequence in zip(batch.drafted, sequences, strict=True):
+                own = [*itertools.islice(results, chunk.num_scored)]
+                self.drafter.report(sequence, chunk, outputs.append_drafts(sequence, own, now))
         for group, expansions in zip(planned.searched, expanded, strict=True):
             outputs.extend_beams(group, expansions, now)
         for group in self._deadlines.end_step(now, has_prompts=batch.has_prompts):
@@ -382,10 +387,10 @@ class Scheduler:
         for chunk in batch.prefills:
             slots[chunk.slot].num_computed_tokens += len(chunk.token_ids)
             self._ledger.cache_chunk(chunk.slot, chunk.start, len(chunk.token_ids))
-        if (drafted := batch.drafted) is not None:
+        for chunk in batch.drafted:
             # Accepted drafts are counted one by one, as they are appended.
-            slots[drafted.slot].num_computed_tokens += 1
-            self._ledger.note_written(drafted.slot, drafted.start + len(drafted.token_ids))
+            slots[chunk.slot].num_computed_tokens += 1
+            self._ledger.note_written(chunk.slot, chunk.end)
         for encoded in batch.encodes:
             for source in encoded.rows:
                 for slot in source.slots:

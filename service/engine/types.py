@@ -267,7 +267,7 @@ class StepStats:
     that the masks let meet, per layer and head; a decoding row's are its tokens, with the one that is fed, and its
     source's. Window attention is not discounted: the operators compute what lies before a window, too.
 
-    A row that decodes alone may be fed `num_draft_tokens` besides, of which `num_accepted_tokens` were accepted: these
+    Rows that decode may be fed `num_draft_tokens` besides, of which `num_accepted_tokens` were accepted: these
     count in `num_tokens` and in the pairs. Rejected ones were computed in vain, as padding is.
     """
 

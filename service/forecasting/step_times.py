@@ -129,7 +129,7 @@ class _Steps:
     num_pairs: int = 0
     num_decode_pairs: int = 0
     num_wakes: int = 0
-    rows: dict[int, int] = field(default_factory=dict)
+    rows: dict[int, float] = field(default_factory=dict)
 
     @property
     def is_full(self) -> bool:
@@ -141,8 +141,8 @@ class _Steps:
         return _Steps(min(wanted, _MOST_AT_ONCE))
 
     def add(self, stats: StepStats, *, wakes: bool) -> None:
-        """Adds a step; accepted draft tokens count as steps, so that a step of one row takes what a token takes."""
-        num_steps = 1 + stats.num_accepted_tokens
+        """Adds a step; accepted draft tokens count as steps, so that a row's step takes what its token takes."""
+        num_steps = _steps_of(stats)
         self.count += 1
         self.seconds += stats.run_seconds
         self.num_runs += stats.num_prefill_runs + stats.num_encoder_runs
@@ -164,6 +164,11 @@ class _Steps:
             x += _features(knots, (0, 0, 0), num_steps, num_rows, 0)
         x[_PAIR] = self.num_decode_pairs
         return x
+
+
+def _steps_of(stats: StepStats) -> float:
+    """Steps without draft tokens that would have given as many tokens."""
+    return 1 + stats.num_accepted_tokens / max(stats.num_decode_rows, 1)
 
 
 class StepTimes:
@@ -192,7 +197,7 @@ class StepTimes:
         self._host = RecursiveFit(
             [0.1 * _FIRST_STEP_SECONDS, 0.01 * _FIRST_STEP_SECONDS], _HOST_MEMORY_SECONDS, _HOST_DRIFT
         )
-        self._last_rows, self._last_steps = 0, 1
+        self._last_rows, self._last_steps = 0, 1.0
         # Not learned from yet: steps without prefill and steps with it, the host's, and the batches.
         self._unlearned = [_Steps(), _Steps()]
         self._unlearned_host = np.zeros(3)
@@ -209,7 +214,7 @@ class StepTimes:
         if not stats.num_tokens:
             return
         last_rows, self._last_rows = self._last_rows, stats.num_rows
-        last_steps, self._last_steps = self._last_steps, 1 + stats.num_accepted_tokens
+        last_steps, self._last_steps = self._last_steps, _steps_of(stats)
         if stats.host_seconds is not None:
             # Most of it is work on the rows of the step before.
             self._unlearned_host += (last_steps, last_steps * last_rows, stats.host_seconds)

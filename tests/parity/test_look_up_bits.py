@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -78,20 +78,24 @@ def prompts(vocab_size: int) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, (word * 6, sentence * 3 + sentence[:2], [*sentence, *sentence[::-1], *sentence[:3]])))
 
 
-def ask(engine: Engine, vocab_size: int) -> list[list[StepOutput]]:
-    """One request after the other: every prompt, drawn in every way, up to the context's end."""
-    outputs = []
+def requests(vocab_size: int) -> Iterator[GenerationRequest]:
+    """Every prompt, drawn in every way, up to the context's end."""
     for number, (prompt, sampling) in enumerate(itertools.product(prompts(vocab_size), SAMPLINGS)):
-        engine.add_request(
-            GenerationRequest(
-                request_id=f"r{number}",
-                model="tiny",
-                prompt_token_ids=prompt,
-                sampling=sampling,
-                stopping=StoppingParams(max_tokens=96, ignore_eos=True),
-                logprobs=3,
-            )
+        yield GenerationRequest(
+            request_id=f"r{number}",
+            model="tiny",
+            prompt_token_ids=prompt,
+            sampling=sampling,
+            stopping=StoppingParams(max_tokens=96, ignore_eos=True),
+            logprobs=3,
         )
+
+
+def ask(engine: Engine, vocab_size: int) -> list[list[StepOutput]]:
+    """One request after the other."""
+    outputs = []
+    for wanted in requests(vocab_size):
+        engine.add_request(wanted)
         outputs.append(drain(engine))
     return outputs
 
@@ -133,6 +137,24 @@ def test_answers_have_the_bits_that_they_have_without_guesses(variant: str) -> N
     drafted, accepted = (sum(getattr(each, f"num_{kind}_tokens") for each in steps) for kind in ("draft", "accepted"))
     assert 0 < accepted < drafted, "some guesses are right, and some are wrong"
     assert len(steps) == sum(map(len, alone)) - accepted
+
+
+@needs_kernels
+@pytest.mark.parametrize("variant", ["fp32", "windowed-fp32", "int4", "learned-int8-kv-int8"])
+def test_guesses_for_rows_that_decode_together_change_no_bit(variant: str) -> None:
+    folder = tiny_artifact("decoder-only", **VARIANTS[variant])
+    vocab_size = artifact.load(folder).config.vocab_size
+    alone = ask(engine_for(folder, LIMITS), vocab_size)
+    engine = engine_for(folder, dataclasses.replace(GUESSING, max_batch_size=5))
+    for wanted in requests(vocab_size):
+        engine.add_request(wanted)
+    together = drain(engine)
+    for number, outputs in enumerate(alone):
+        own = [event for output in together for event in output.events if event.request_id == f"r{number}"]
+        assert [(each.token_id, each.logprobs, each.finish_reason) for each in own] == answers(outputs)
+    shared = [output.stats for output in together if output.stats.num_decode_rows > 1]
+    assert sum(stats.num_accepted_tokens for stats in shared) > 0
+    assert any(stats.num_draft_tokens > stats.num_accepted_tokens for stats in shared)
 
 
 @needs_kernels

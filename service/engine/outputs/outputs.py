@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Collection, Iterable
 from typing import TypeVar
 
-from service.engine.batch import ScheduledBatch
+from service.engine.batch import SampleRow
 from service.engine.kv.ledger import KVLedger
 from service.engine.outputs.beams import extend_beams, hypothesis_events
 from service.engine.queueing.deadlines import Deadlines
@@ -48,11 +48,11 @@ class Outputs:
                 self._ledger.fork(leader, group.sequences)
 
     def append_drafts(
-        self, sequence: Sequence, batch: ScheduledBatch, sampled: Collection[SampledToken | None], now: float
+        self, sequence: Sequence, results: Iterable[tuple[SampleRow, SampledToken | None]], now: float
     ) -> int:
         """Appends accepted draft tokens and the token sampled behind them; returns how many were accepted."""
         num_accepted = 0
-        for sample, result in zip(batch.samples, sampled, strict=True):
+        for sample, result in results:
             self._append(sequence, result, now)
             if result is None or result.token_id != sample.draft:
                 break

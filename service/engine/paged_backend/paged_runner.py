@@ -156,7 +156,7 @@ class PagedRunner:
 
     def _step(self, batch: ScheduledBatch) -> Float32:
         self._top.clear()
-        self._logits = self._all_logits if any(chunk.num_scored for chunk in batch.chunks) else self._slot_logits
+        self._logits = self._all_logits if any(chunk.num_scored for chunk in batch.prefills) else self._slot_logits
         needs = needs_by_slot(batch) if self._takes_highest and not batch.wants_all_logits else None
         for operation in batch.kv_operations:
             self.kv.apply(operation)
@@ -176,7 +176,7 @@ class PagedRunner:
                 slot = beginning.slot
                 yield _Chunk(slot, 0, beginning.token_ids, 0, range(slot, slot + 1))
         next_logits = self.kv.num_slots
-        for chunk in batch.chunks:
+        for chunk in batch.prefills:
             rows = range(chunk.slot, chunk.slot + 1)
             if chunk.num_scored:
                 rows = range(next_logits, next_logits + chunk.num_scored)

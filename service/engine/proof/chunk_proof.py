@@ -24,11 +24,14 @@ from model.spec.golden import GoldenCase
 from service.engine.batch import DecodeRow, PrefillChunk, ScheduledBatch
 from service.engine.interfaces import Runner
 from service.engine.sessions.session import SessionOptions
+from service.engine.speculation.drafting import MOST_FED
 
 Float32 = npt.NDArray[np.float32]
 
 # Tokens at a sequence's beginning that are computed in chunks of every length.
 _BEGINNING = 64
+# Rows that are computed together, up to as many as leave room for a draft token each.
+_ROWS = (2, 4, 8, MOST_FED // 2)
 # ONNX Runtime's: the order of their sums depends on the number of rows.
 _PRODUCTS_AND_ATTENTION = frozenset(
     {
@@ -88,10 +91,10 @@ def find_difference(
 
     Of the longest sequence of the cases, the beginning and the last `longest_chunk` tokens are computed one by one, and
     in chunks of every length up to `longest_chunk`, each time over the K/V of other tokens; the beginning also as one
-    chunk. Wrong K/V of a chunk show in the logits behind it.
+    chunk, and in chunks of several rows. Wrong K/V of a chunk show in the logits behind it.
 
     Args:
-        runner: idle; its slot 0 is written to.
+        runner: idle; its slots are written to.
         cases: of a decoder-only model, at least one.
         num_slots: rows of logits before those of chunks.
         longest_chunk: tokens of a row with drafts, at least 2.
@@ -108,14 +111,31 @@ def find_difference(
         output = runner.run(ScheduledBatch(prefills=(chunk,), wants_all_logits=True))
         return output[num_slots : num_slots + len(fed)].copy()
 
-    def fill(token_ids: Sequence[int], start: int, stop: int) -> None:
-        """Writes the K/V of the tokens `[start, stop)` to slot 0."""
+    def fill(token_ids: Sequence[int], start: int, stop: int, slot: int = 0) -> None:
+        """Writes the K/V of the tokens `[start, stop)` to a slot; a single one to slot 0 alone."""
         for first in range(start, stop, max_tokens):
             fed = tuple(token_ids[first : min(first + max_tokens, stop)])
             if len(fed) == 1:
                 runner.run(ScheduledBatch(decode=(_alone(fed[0], first),)))
             else:
-                runner.run(ScheduledBatch(prefills=(PrefillChunk(0, first, fed, wants_logits=False),)))
+                runner.run(ScheduledBatch(prefills=(PrefillChunk(slot, first, fed, wants_logits=False),)))
+
+    def find_in_rows(window: _Window, alone: Float32, num_rows: int) -> str | None:
+        """The same for rows of different lengths in one run, each with another number of new tokens."""
+        length = min(longest_chunk, min(MOST_FED, max_tokens) // num_rows)
+        ends = [2 * length - row % length for row in range(num_rows)]
+        for slot, end in enumerate(ends):
+            fill(window.token_ids, 0, end - 1, slot)
+        chunks = tuple(
+            PrefillChunk(slot, end - length, window.token_ids[end - length : end], num_scored=1 + slot % length)
+            for slot, end in enumerate(ends)
+        )
+        output = runner.run(ScheduledBatch(drafted=chunks))[num_slots:]
+        for chunk in chunks:
+            own, output = output[: chunk.num_scored], output[chunk.num_scored :]
+            if own.tobytes() != alone[chunk.end - chunk.num_scored : chunk.end].tobytes():
+                return f"golden case {window.name} has other bits among {num_rows} rows with drafts than by itself"
+        return None
 
     least = min(longest_chunk, context)
     for window in _windows(cases, min(_BEGINNING, max_tokens), longest_chunk, least):
@@ -134,6 +154,12 @@ def find_difference(
                     place = f"position {start + int(differs.argmax())} of golden case {window.name}"
                     return f"{place} has other bits in a chunk of {length} tokens than by itself"
                 start += length
+        if window.start == 0 and count >= 2 * longest_chunk:
+            for num_rows in _ROWS:
+                if num_rows > min(num_slots, max_tokens // 2):
+                    break
+                if (problem := find_in_rows(window, alone, num_rows)) is not None:
+                    return problem
     return None
 
 

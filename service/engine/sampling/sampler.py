@@ -102,8 +102,8 @@ class Sampler:
             Tokens; None for a row whose logits are not all finite, for one of which rules leave no token, and for rows
             behind a rejected draft token.
         """
-        if samples and samples[0].draft is not None:
-            return self._sample_drafted(logits, samples)
+        if any(sample.draft is not None for sample in samples):
+            return self._sample_all_drafted(logits, samples)
         if not self._top:
             return self._sample_whole(logits, samples)
         rest = self._sample_whole(logits, [sample for sample in samples if sample.slot not in self._top])
@@ -118,6 +118,16 @@ class Sampler:
         return tuple(
             self._sample_row(row, sample, argmax) for row, sample, argmax in zip(rows, samples, best, strict=True)
         )
+
+    def _sample_all_drafted(self, logits: Float32, samples: Sequence[SampleRow]) -> tuple[SampledToken | None, ...]:
+        """Output by output: the last sample of each has no draft."""
+        sampled: list[SampledToken | None] = []
+        first = 0
+        for end, sample in enumerate(samples, 1):
+            if sample.draft is None:
+                sampled += self._sample_drafted(logits, samples[first:end])
+                first = end
+        return tuple(sampled)
 
     def _sample_drafted(self, logits: Float32, samples: Sequence[SampleRow]) -> tuple[SampledToken | None, ...]:
         """Samples tokens of one output up to the first that differs from its draft.

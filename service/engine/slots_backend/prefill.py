@@ -6,6 +6,7 @@ Tensor shapes are the chunk's or the group's own. Knows nothing of how prompts a
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,36 +22,42 @@ Float32 = npt.NDArray[np.float32]
 
 
 class ChunkPrefill:
-    """Computes a chunk of one slot in place, after the tokens that the slot holds.
+    """Computes a chunk of a slot in place, or of each of some neighboring slots, after the tokens that they hold.
 
-    Each slot has one binding, made on first use. Its logits output is rebound only when the rows change.
+    Each range of slots has one binding, made on first use. Its logits output is rebound only when the rows change.
     """
 
     def __init__(self, decoder: SlotDecoder) -> None:
         self._decoder = decoder
-        self._bindings: dict[int, Binding] = {}
-        self._logits_rows: dict[int, slice] = {}
+        self._bindings: dict[tuple[int, int], Binding] = {}
+        self._logits_rows: dict[tuple[int, int], slice] = {}
 
-    def run(self, chunk: PrefillChunk, logits_rows: slice) -> None:
-        """Writes the chunk's K/V to its slot, and the logits after its last `chunk.num_logits` tokens to `logits_rows`.
+    def run(self, chunks: Sequence[PrefillChunk], logits_rows: slice) -> None:
+        """Writes K/V to the slots, and the logits after each chunk's last `num_logits` tokens to `logits_rows`.
+
+        Args:
+            chunks: of consecutive slots; one that is shorter than others begins with its row.
+            logits_rows: of the output, as many as there are logits.
 
         Raises:
-            GraphError: when the run fails; the slot's K/V are undefined then.
+            GraphError: when the run fails; the slots' K/V are undefined then.
         """
-        binding = self._binding(chunk.slot, logits_rows)
-        end = chunk.start + len(chunk.token_ids)
-        self._decoder.seqlens_k[chunk.slot] = end - 1
-        self._decoder.total_sequence_length[...] = end
-        self._decoder.bind_tokens(binding, **_tokens(chunk))
+        ends = [chunk.end for chunk in chunks]
+        first = chunks[0].slot
+        binding = self._binding((first, len(chunks)), logits_rows)
+        self._decoder.seqlens_k[first : first + len(chunks)] = [end - 1 for end in ends]
+        self._decoder.total_sequence_length[...] = max(ends)
+        self._decoder.bind_tokens(binding, **_tokens(chunks))
         binding.run()
 
-    def _binding(self, slot: int, logits_rows: slice) -> Binding:
-        if slot not in self._bindings:
-            self._bindings[slot] = self._decoder.bind(slice(slot, slot + 1), logits_rows)
-        elif self._logits_rows[slot] != logits_rows:
-            self._decoder.bind_logits(self._bindings[slot], logits_rows)
-        self._logits_rows[slot] = logits_rows
-        return self._bindings[slot]
+    def _binding(self, slots: tuple[int, int], logits_rows: slice) -> Binding:
+        if slots not in self._bindings:
+            first, count = slots
+            self._bindings[slots] = self._decoder.bind(slice(first, first + count), logits_rows)
+        elif self._logits_rows[slots] != logits_rows:
+            self._decoder.bind_logits(self._bindings[slots], logits_rows)
+        self._logits_rows[slots] = logits_rows
+        return self._bindings[slots]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +122,22 @@ class GroupPrefill:
         return _GroupRun(binding, input_ids, logits_indices, logits, own)
 
 
-def _tokens(chunk: PrefillChunk) -> dict[str, Array]:
+def _tokens(chunks: Sequence[PrefillChunk]) -> dict[str, Array]:
     """The graph's token inputs: ids, positions, and the indices whose logits are wanted."""
-    length = len(chunk.token_ids)
+    length = max(len(chunk.token_ids) for chunk in chunks)
+    # Attention expects the tokens of a shorter row last, but where all rows are new.
+    is_new = max(chunk.end for chunk in chunks) == length
+    input_ids = np.zeros((len(chunks), length), np.int64)
+    position_ids = np.zeros_like(input_ids)
+    logits_indices: list[int] = []
+    for row, chunk in enumerate(chunks):
+        begin = 0 if is_new else length - len(chunk.token_ids)
+        end = begin + len(chunk.token_ids)
+        input_ids[row, begin:end] = chunk.token_ids
+        position_ids[row, begin:end] = range(chunk.start, chunk.end)
+        logits_indices += range(row * length + end - chunk.num_logits, row * length + end)
     return {
-        "input_ids": np.array([chunk.token_ids], np.int64),
-        "position_ids": np.arange(chunk.start, chunk.start + length, dtype=np.int64)[np.newaxis],
-        "logits_indices": np.arange(length - chunk.num_logits, length, dtype=np.int64),
+        "input_ids": input_ids,
+        "position_ids": position_ids,
+        "logits_indices": np.array(logits_indices, np.int64),
     }

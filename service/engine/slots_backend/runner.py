@@ -71,15 +71,18 @@ class OrtRunner:
         for prompts in batch.prefill_groups:
             self._group_prefill.run(prompts)
         next_logits = self.kv.num_slots
-        for chunk in batch.chunks:
+        for chunk in batch.prefills:
             if chunk.num_scored:
                 rows = slice(next_logits, next_logits + chunk.num_scored)
-                self._chunk_prefill.run(chunk, rows)
+                self._chunk_prefill.run((chunk,), rows)
                 next_logits = rows.stop
                 if chunk.wants_logits:
                     self._logits[chunk.slot] = self._logits[next_logits - 1]
             else:
-                self._chunk_prefill.run(chunk, slice(chunk.slot, chunk.slot + chunk.num_logits))
+                self._chunk_prefill.run((chunk,), slice(chunk.slot, chunk.slot + chunk.num_logits))
+        if batch.drafted:
+            num_scored = sum(chunk.num_scored for chunk in batch.drafted)
+            self._chunk_prefill.run(batch.drafted, slice(next_logits, next_logits + num_scored))
         return self._logits
 
     def _encode(self, group: EncodeGroup) -> None:

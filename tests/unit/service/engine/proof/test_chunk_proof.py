@@ -91,6 +91,28 @@ def test_proof_names_where_a_chunk_has_other_bits(length: int, position: int) ->
     assert found.startswith(f"position {position} of golden case case has other bits in a chunk of ")
 
 
+class RoundingRows(FakeRunner):
+    """Changes the last bit of one row's logits among so many rows with draft tokens."""
+
+    def __init__(self, num_rows: int) -> None:
+        super().__init__(32)
+        self._num_rows = num_rows
+
+    def run(self, batch: ScheduledBatch) -> Float32:
+        logits = super().run(batch).copy()
+        if len(batch.drafted) == self._num_rows:
+            logits[-1, 7] = np.nextafter(logits[-1, 7], np.float32(9))
+        return logits
+
+
+@pytest.mark.parametrize("num_rows", [2, 4, 8, 16])
+def test_proof_finds_other_bits_among_rows_with_drafts(num_rows: int) -> None:
+    found = find_difference(
+        RoundingRows(num_rows), [long_case(40)], num_slots=32, longest_chunk=9, max_tokens=128, context=CONTEXT
+    )
+    assert found == f"golden case case has other bits among {num_rows} rows with drafts than by itself"
+
+
 class Forgetful(FakeRunner):
     """Short chunks leave no K/V behind: the row keeps what it had."""
 

@@ -22,6 +22,7 @@ from service.engine.engine import Engine
 from service.engine.kv.reservations import KVBudget
 from service.engine.sampling.sampler import Sampler
 from service.engine.scheduler import EngineLimits
+from service.engine.speculation.drafting import MOST_FED, _best_length
 from service.engine.speculation.prompt_lookup import PromptLookup
 from service.engine.types import (
     BeamSearchParams,
@@ -191,8 +192,8 @@ def test_events_are_those_without_speculation_whatever_ends_the_output(look_up: 
         assert len(drafted) < len(alone)
     ends = {EOS} if not stopping.ignore_eos else set()
     for batch in runner.batches:
-        if batch.drafted is not None:
-            assert not (ends | stopping.stop_token_ids) & set(batch.drafted.token_ids[1:]), "an output ends there"
+        for chunk in batch.drafted:
+            assert not (ends | stopping.stop_token_ids) & set(chunk.token_ids[1:]), "an output ends there"
 
 
 @pytest.mark.parametrize(
@@ -247,7 +248,7 @@ def test_drafts_stop_before_a_token_that_would_end_the_output(
     prompt = (5, 6, 7, EOS, 8, 5)
     outputs, runner = run(request("a", prompt, stopping=stopping), 4, lambda source, tokens: 6)
     first = runner.batches[1].drafted
-    assert (None if first is None else first.token_ids[1:]) == draft
+    assert (first[0].token_ids[1:] if first else None) == draft
     assert reported(outputs) == reported(run(request("a", prompt, stopping=stopping), 0, lambda source, tokens: 6)[0])
 
 
@@ -258,8 +259,7 @@ def test_rejected_drafts_count_as_written_when_the_row_gets_another_owner() -> N
     engine = engine_over(runner, 8, kv_budget=budget)
     engine.add_request(request("a", prompt, max_tokens=25))
     drain(engine)
-    last = runner.batches[-1].drafted
-    assert last is not None
+    (last,) = runner.batches[-1].drafted
     assert (last.start, last.token_ids[1:]) == (23, spell("lmabcdef")), "all of them wrong"
     # The next owner's reservation has room for what was accepted, but not for what was drafted.
     for name, length, max_tokens in (("b", 10, 18), ("c", 3, 9)):
@@ -276,7 +276,7 @@ def test_the_context_ends_an_output_with_drafts() -> None:
     drafted, runner = run(asked, 15, memory=1)
     assert reported(drafted) == reported(alone)
     assert len(PROMPT) + len(tokens_of(drafted, "a")) == CONTEXT
-    written = [chunk.start + len(chunk.token_ids) for batch in runner.batches for chunk in batch.chunks]
+    written = [chunk.end for batch in runner.batches for chunk in (*batch.prefills, *batch.drafted)]
     assert max(written) < CONTEXT, "the last token is never fed"
 
 
@@ -285,12 +285,11 @@ def test_a_step_with_drafts_reports_what_it_computed_and_accepted() -> None:
     steps = [
         (output.stats, batch, len(tokens_of([output], "a")))
         for output, batch in zip(outputs, runner.batches, strict=True)
-        if batch.drafted is not None
+        if batch.drafted
     ]
     assert steps
     for stats, batch, num_tokens in steps:
-        chunk = batch.drafted
-        assert chunk is not None
+        (chunk,) = batch.drafted
         assert chunk.num_scored == len(chunk.token_ids) == 1 + stats.num_draft_tokens <= 5
         assert num_tokens == 1 + stats.num_accepted_tokens
         assert (stats.num_rows, stats.num_decode_rows, stats.num_tokens) == (1, 1, num_tokens)
@@ -324,18 +323,55 @@ def test_a_step_that_scores_a_prompt_gets_no_drafts() -> None:
     assert num_accepted(drafted) > 0
 
 
-def test_only_a_row_that_decodes_alone_gets_drafts() -> None:
-    runner = FakeRunner(memory=1)
-    engine = engine_over(runner, 4)
-    engine.add_request(request("a", PROMPT, max_tokens=30))
-    engine.add_request(request("b", PROMPT[1:], max_tokens=12))
+@pytest.mark.parametrize("num_rows", [2, 4, 12, 20])
+def test_rows_that_decode_together_get_drafts_while_they_are_few(num_rows: int) -> None:
+    limits = dataclasses.replace(LIMITS, max_batch_size=num_rows, max_prefill_tokens=MOST_FED)
+    runner = FakeRunner(num_rows, memory=1)
+    engine = fake_engine(runner, limits=limits)
+    engine._scheduler.drafter.enable()
+    asked = [request(f"r{row}", PROMPT[row % 7 :], max_tokens=8 + 3 * row) for row in range(num_rows)]
+    for each in asked:
+        engine.add_request(each)
     outputs = drain(engine)
+    together = 0
     for batch, output in zip(runner.batches, outputs, strict=True):
-        assert batch.drafted is None or output.stats.num_rows == 1
-    assert num_accepted(outputs) > 0, "once the other has ended"
-    for name, prompt in (("a", PROMPT), ("b", PROMPT[1:])):
-        asked = request(name, prompt, max_tokens=30 if name == "a" else 12)
-        assert tokens_of(outputs, name) == tokens_of(run(asked, 0, memory=1)[0], name)
+        stats, rows = output.stats, batch.drafted
+        if not rows:
+            continue
+        together = max(together, len(rows))
+        events = [event for event in output.events if event.token_id is not None]
+        assert len(events) == len(rows) + stats.num_accepted_tokens == stats.num_tokens
+        assert stats.num_draft_tokens == sum(chunk.num_scored - 1 for chunk in rows)
+        longest = max(len(chunk.token_ids) for chunk in rows)
+        assert len(rows) == 1 or len(rows) * longest <= MOST_FED
+        assert stats.num_padding_tokens == len(rows) * longest - len(rows) - stats.num_draft_tokens
+        pairs = sum(chunk.end - chunk.num_scored + 1 for chunk in rows)
+        assert stats.num_decode_pairs - pairs >= stats.num_accepted_tokens * (stats.num_decode_pairs > pairs)
+        assert (stats.num_decode_pairs > pairs) == (stats.num_accepted_tokens > 0)
+    assert together >= min(num_rows, MOST_FED // 2), "as many as leave room for a draft each"
+    for each in asked:
+        assert tokens_of(outputs, each.request_id) == tokens_of(run(each, 0, memory=1)[0], each.request_id)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "shares", "best"),
+    [
+        ([3, 3], 1.0, 3),
+        ([8, 0], 1.0, 8),
+        ([3] * 8, 1.0, 3),
+        ([3] * 8, 0.8, 3),
+        ([3] * 8, 0.5, 0),
+        ([3, 3, 3, 3, 3, 0, 0, 0], 0.8, 0),
+        ([3, 3, 3, 3, 3, 3, 3, 1], 1.0, 3),
+        ([1] * 16, 1.0, 1),
+        ([1] * 8 + [0] * 8, 1.0, 0),
+        ([0] * 4, 1.0, 0),
+    ],
+)
+def test_a_step_of_several_rows_has_drafts_where_they_give_more_tokens_for_its_time(
+    lengths: list[int], shares: float, best: int
+) -> None:
+    assert _best_length([(7,) * length for length in lengths], [shares] * len(lengths)) == best
 
 
 def test_the_last_of_several_outputs_gets_drafts_when_the_others_are_over() -> None:
@@ -380,7 +416,7 @@ def test_logits_that_are_not_finite_fail_only_behind_accepted_tokens(text: str, 
     engine = engine_over(runner, 4)
     engine.add_request(request("a", prompt, max_tokens=30))
     outputs = drain(engine)
-    drafts = [batch.drafted.token_ids for batch in runner.batches if batch.drafted is not None]
+    drafts = [chunk.token_ids for batch in runner.batches for chunk in batch.drafted]
     assert drafts[0] == spell("bzx"), "what followed the same two letters"
     assert tokens_of(outputs, "a")[: len(said)] == list(spell(said))
     assert (outputs[-1].events[-1].error is not None) is is_poisoned
@@ -506,7 +542,7 @@ def test_drafts_have_no_more_tokens_than_there_are_rows_of_logits() -> None:
     assert engine.max_draft_tokens == 3
     engine.add_request(request("a", PROMPT, max_tokens=40))
     drain(engine)
-    fed = [len(batch.drafted.token_ids) for batch in runner.batches if batch.drafted is not None]
+    fed = [len(chunk.token_ids) for batch in runner.batches for chunk in batch.drafted]
     assert max(fed) == 4
 
 
