@@ -40,6 +40,7 @@ CHAT_NEUTRAL: dict[str, Any] = {
     "tools": [],
     "tool_choice": "auto",
     "modalities": ["text"],
+    "reasoning_effort": "none",
     "service_tier": "auto",
     "store": False,
 }
@@ -54,7 +55,6 @@ CHAT_REFUSED: dict[str, Any] = {
     "prediction": {"type": "content", "content": "x"},
     "prompt_cache_options": {},
     "prompt_cache_retention": "24h",
-    "reasoning_effort": "low",
     "service_tier": "flex",
     "store": True,
     "verbosity": "low",

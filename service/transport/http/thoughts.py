@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from model.spec.chat import THOUGHTS, ChatTemplate
+from model.spec.chat import THOUGHTS, Chat
 from service.errors import InvalidRequest, UnsupportedFeature
 from service.transport.http.fields import refuse_others, take
 
@@ -35,7 +35,7 @@ class ThinkingSwitch:
     is_on: bool
     field: str
 
-    def check(self, chat: ChatTemplate) -> None:
+    def check(self, chat: Chat) -> None:
         """Refuses what the model's template cannot do, and its model does not do anyway.
 
         Raises:

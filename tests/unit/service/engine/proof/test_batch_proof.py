@@ -42,7 +42,7 @@ class Dependent(FakeRunner):
 
 
 def dependent(batch: ScheduledBatch) -> bool:
-    return batch.num_decode_rows > 1
+    return len(batch.decode) > 1
 
 
 def case_for(rules: ChunkRules) -> GoldenCase:

@@ -68,14 +68,16 @@ def test_proof_needs_no_row_that_is_longer_than_the_context() -> None:
 
 
 @pytest.mark.parametrize(
-    ("longest_chunk", "num_tokens", "num_alone", "num_logits"), [(9, 437, 74, 255), (17, 967, 82, 524)]
+    ("longest_chunk", "num_tokens", "num_alone", "num_logits"), [(9, 722, 74, 312), (17, 1294, 82, 581)]
 )
 def test_proof_costs_as_many_tokens_as_is_written(
     longest_chunk: int, num_tokens: int, num_alone: int, num_logits: int
 ) -> None:
-    runner = FakeRunner()
-    assert differs(runner, 200, longest_chunk, max_tokens=128, context=512) is None
-    chunks = [chunk for batch in runner.batches for chunk in batch.prefills]
+    runner = FakeRunner(32)
+    case = long_case(200)
+    found = find_difference(runner, [case], num_slots=32, longest_chunk=longest_chunk, max_tokens=128, context=512)
+    assert found is None
+    chunks = [chunk for batch in runner.batches for chunk in (*batch.prefills, *batch.drafted)]
     alone = sum(len(batch.decode) for batch in runner.batches)
     assert alone == num_alone
     assert alone + sum(len(chunk.token_ids) for chunk in chunks) == 200 - longest_chunk + num_tokens

@@ -136,13 +136,13 @@ def test_a_greedy_token_that_the_grammar_allows_needs_no_mask(pattern: str) -> N
         patch.object(LogitsRules, "spare", return_value=False),
         patch.object(Matcher, "mask", autospec=True, side_effect=Matcher.mask) as every,
     ):
-        masked = answer(engine(), asked)
+        masked = [replace(each, timings=None) for each in answer(engine(), asked)]
     with patch.object(Matcher, "mask", autospec=True, side_effect=Matcher.mask) as some:
-        assert answer(engine(), asked) == masked
+        assert [replace(each, timings=None) for each in answer(engine(), asked)] == masked
     assert every.call_count == len(masked)
     assert 0 < some.call_count <= every.call_count
     if pattern == "(.|\n){40}":
-        assert some.call_count < 3, "at the beginning"
+        assert some.call_count <= every.call_count // 2, "its model would rather end, or write a control token"
 
 
 def test_ignored_end_is_not_allowed() -> None:
