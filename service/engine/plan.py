@@ -109,8 +109,9 @@ class StepPlan:
         if self._sources or self._short_prompts or self._prefills or self._scores or self._beam_slots:
             return []
         by_slot = {sample.slot: sequence for sample, sequence in zip(self._samples, self._sampled, strict=True)}
-        is_all = sorted(self._decode_slots) == sorted(sample.slot for sample in self._samples) == [*range(len(by_slot))]
-        return [by_slot[slot] for slot in range(len(by_slot))] if is_all else []
+        slots = range(len(by_slot))
+        is_all = len(self._samples) == len(slots) == len(self._decode_slots) and by_slot.keys() == {*slots}
+        return [by_slot[slot] for slot in slots] if is_all else []
 
     def add_drafts(self, drafts: Iterable[tuple[int, ...]]) -> None:
         """Verifies draft tokens of each slot, some without, together with the step's tokens (`decoding`)."""

@@ -79,9 +79,10 @@ class Drafter:
         lookup = self._lookups.get(sequence)
         if lookup is None:
             lookup = self._lookups[sequence] = PromptLookup(self.max_tokens)
-        ends = group.eos_ids | group.request.stopping.stop_token_ids
+        if not (drafts := lookup.propose(sequence.token_ids, room)):
+            return ()
         self._sources[sequence] = lookup
-        drafts = lookup.propose(sequence.token_ids, room)
+        ends = group.eos_ids | group.request.stopping.stop_token_ids
         return tuple(itertools.takewhile(lambda token_id: token_id not in ends, drafts))
 
 
