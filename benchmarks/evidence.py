@@ -85,7 +85,7 @@ class Claim:
     rank: int = 0
 
 
-_IN_README = 5
+_IN_README = 4
 _IMPORTED = re.compile(r"^from benchmarks\.scenarios(?:\.| import )(\w+)", re.MULTILINE)
 _OPTIONAL = {
     "service/transport/http": "http",
@@ -388,16 +388,11 @@ def written(text: str, page: Path) -> str:
     for claim in claims:
         if (results := read(claim.table, FOLDER)) is not None:
             command = results["command"].replace(" --docs", "")
-            where = f"`{results['commit']}`, {results['date']}, {_processor(results['machine'])}"
+            where = f"`{results['commit']}`, {results['date']}{', AMX' * results['machine']['amx']}"
             rows.append((claim.what, f"[{claim.figure(results)}]({link}/{claim.table}.json)", f"`{command}`", where))
     if page == README:
         del rows[_IN_README:]
     return replace(text, BEGIN, END, "\n".join(table("what|figure (95 % interval)|command|at", rows, text_columns=4)))
-
-
-def _processor(machine: Mapping[str, Any]) -> str:
-    name = machine["processor"].replace("(R)", "").removesuffix(" Processor")
-    return f"{name} with AMX" if machine["amx"] else str(name)
 
 
 def _measure(wanted: Sequence[Table]) -> int:
