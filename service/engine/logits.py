@@ -214,8 +214,7 @@ class _NoRepeatNgrams:
         return tokens.ngrams is None or not tokens.ngrams.followers
 
     def apply(self, row: Float32, tokens: TokenHistory) -> None:
-        if tokens.ngrams is not None:
-            row[list(tokens.ngrams.followers)] = -np.inf
+        row[list(tokens.ngrams.followers if tokens.ngrams else ())] = -np.inf
 
 
 class _GrammarMask:
@@ -264,10 +263,8 @@ class LogitsRules:
     @property
     def renormalizes(self) -> bool:
         """Whether the next token's log-probabilities are of what the rules leave rather than of the raw logits."""
-        return self._renormalize or any(
-            isinstance(transform, _ForcedToken) and not transform.is_idle(self._tokens)
-            for transform in self._transforms
-        )
+        forced = (each for each in self._transforms if isinstance(each, _ForcedToken))
+        return self._renormalize or any(not each.is_idle(self._tokens) for each in forced)
 
     @property
     def is_idle(self) -> bool:
@@ -300,22 +297,16 @@ class LogitsRules:
         self._tokens.add(token_id)
 
     def spare(self, token_id: int) -> bool:
-        """Whether a row whose highest logit is this token's has it for its highest still, of what the rules leave.
+        """Whether the rules leave a row's highest logit to this token; False, too, where saying so takes long."""
+        return all(
+            transform.is_idle(self._tokens) or self._spares(transform, token_id) for transform in self._transforms
+        )
 
-        False, too, where that takes as long to say as `apply`.
-        """
+    def _spares(self, transform: LogitsTransform, token_id: int) -> bool:
+        if isinstance(transform, _MaskedTokens):
+            return token_id not in transform.token_ids
         matcher = self._tokens.matcher
-        for transform in self._transforms:
-            match transform:
-                case _GrammarMask():
-                    spares = matcher is None or matcher.allows(token_id)
-                case _MaskedTokens():
-                    spares = token_id not in transform.token_ids
-                case _:
-                    spares = False
-            if not (spares or transform.is_idle(self._tokens)):
-                return False
-        return True
+        return isinstance(transform, _GrammarMask) and matcher is not None and matcher.allows(token_id)
 
     def apply(self, row: Float32) -> Float32:
         """The logits by which the next token is chosen.
@@ -326,8 +317,7 @@ class LogitsRules:
         Returns:
             `[V] float32`, -inf where a token must not be chosen; `row` itself where no rule changes anything.
         """
-        active = [transform for transform in self._transforms if not transform.is_idle(self._tokens)]
-        if not active:
+        if not (active := [each for each in self._transforms if not each.is_idle(self._tokens)]):
             return row
         changed = row.copy()
         for transform in active:
@@ -340,10 +330,9 @@ class LogitsRules:
 
 
 def make_sampling_arrays(sampling: SamplingParams) -> SamplingArrays | None:
-    """The tokens that `sampling` names as arrays, None if it names none.
+    """The tokens that `sampling` names as arrays, None if it names none; not for the engine's thread or the loop.
 
-    There may be as many as the vocabulary has: call it off the engine thread and off the event loop. It releases the
-    interpreter's lock often.
+    There may be as many as the vocabulary has. It releases the interpreter's lock often.
     """
     if not sampling.logit_bias and not sampling.allowed_token_ids:
         return None
