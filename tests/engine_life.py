@@ -55,6 +55,7 @@ class Life(RuleBasedStateMachine):
     # A row's last tokens that decide what follows, None for all; and draft tokens of one step, at most.
     memory: int | None = None
     look_up = 0
+    merges_chunks = False
     # By name, their weights; and how many priorities there are.
     tenants: Mapping[str, float] = {"": 1.0}
     num_priorities = 3
@@ -70,6 +71,7 @@ class Life(RuleBasedStateMachine):
         limits = dataclasses.replace(LIMITS, patience_seconds=PATIENCE, look_up=self.look_up)
         self.scheduler = Scheduler(limits, model, letters, self.budget)
         self.scheduler.drafter.enable()
+        self.scheduler.merge_chunks(is_proven=self.merges_chunks)
         self.engine = Engine(self.scheduler, self.runner, Sampler(), LastRun(), lambda: self.now)
         self.requests: dict[str, GenerationRequest] = {}
         self.tokens: dict[tuple[str, int], list[int]] = {}
@@ -80,7 +82,7 @@ class Life(RuleBasedStateMachine):
         self.begun: set[str] = set()
         self.last_end: float | None = None
         self.durations: dict[bool, list[float]] = {False: [], True: []}
-        self.has_prompts = False
+        self.has_prompts = self.is_long = False
 
     def make_runner(self) -> FakeRunner:
         return FakeRunner(LIMITS.max_batch_size, before_run=self.on_batch, memory=self.memory)
@@ -104,9 +106,15 @@ class Life(RuleBasedStateMachine):
         groups = (*batch.encodes, *batch.prefill_groups)
         costs = [group.padded_length for group in groups for _ in group.rows]
         costs += [len(chunk.token_ids) for chunk in batch.prefills]
+        self.is_long = any(length > LIMITS.prefill_chunk for _, _, length in chunks_of(batch))
+        if self.is_long:
+            assert self.merges_chunks
+            assert len(costs) == batch.num_rows == 1, "only a prompt alone has long runs"
+            assert costs[0] <= LIMITS.merged_chunks * LIMITS.prefill_chunk
+            assert not any(one.end_by for name, one in self.requests.items() if not self.terminal[name])
+            note(f"tokens of a long run: {costs[0]}")
         assert sum(costs) <= LIMITS.max_prefill_tokens or len(costs) == 1
         assert all(start % LIMITS.prefill_chunk == 0 for _, start, _ in chunks_of(batch))
-        assert all(length <= LIMITS.prefill_chunk for _, _, length in chunks_of(batch))
         assert all(group.padded_length <= LIMITS.prefill_chunk for group in batch.prefill_groups)
         assert sum(chunk.num_scored for chunk in batch.prefills) <= LIMITS.max_prefill_tokens
         if self.fails:
@@ -300,7 +308,8 @@ class Life(RuleBasedStateMachine):
             self.last_end = None
         else:
             began = self.now if self.last_end is None else self.last_end
-            self.durations[self.has_prompts].append(self.now - began)
+            if not self.is_long:
+                self.durations[self.has_prompts].append(self.now - began)
             self.last_end = self.now if self.engine.has_work else None
         return max((each for kind in self.durations.values() for each in kind[-16:]), default=0.0)
 

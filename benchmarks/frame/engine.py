@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from model.spec.artifact import TARGET_TOKENIZER, TOKENIZER, read_manifest
+from model.spec import golden
+from model.spec.artifact import GOLDEN, TARGET_TOKENIZER, TOKENIZER, read_manifest
 from model.spec.golden import Tolerance
 from model.spec.tokenizer import Tokenizer
 from service.engine.engine import Engine, LastRun
@@ -24,6 +25,7 @@ def load_engine(folder: Path, limits: EngineLimits, threads: int) -> Engine:
     decode = Tokenizer.load(folder / target).decode if target in manifest.files else lambda _: ""
     engine = build_engine(folder, manifest, decode, limits, SessionOptions(intra_op_threads=threads), LastRun())
     engine.verify_golden((), Tolerance())
+    engine.prove_merged_chunks(golden.load(folder / GOLDEN) if GOLDEN in manifest.files else ())
     return engine
 
 

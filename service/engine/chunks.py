@@ -19,7 +19,8 @@ class ChunkRules:
 
     Prompts are cut at multiples of `chunk`. A first chunk of at most `short_prompt` tokens is padded to a multiple of
     `prompt_padding`, so that several can run together; sources are padded to multiples of `source_padding`. Nothing is
-    padded beyond a chunk or a context.
+    padded beyond a chunk or a context. Chunks of a prompt that a step computes alone are one run of at most `long_run`
+    tokens, if they fit: with 0, none are.
     """
 
     chunk: int
@@ -28,6 +29,7 @@ class ChunkRules:
     short_prompt: int
     source_padding: int
     source_context: int
+    long_run: int = 0
 
     def next_length(self, num_tokens: int, num_computed: int) -> int:
         """Tokens of the chunk after the first `num_computed` of `num_tokens`; 0 when nothing is left."""

@@ -18,7 +18,7 @@ from service.engine.chunks import ChunkRules
 from service.engine.interfaces import Runner
 from service.engine.proof.batch_proof import MIN_CONTEXT, find_dependence, row_tokens
 from service.engine.proof.calibration import calibrate, rounds
-from service.engine.proof.chunk_proof import find_difference
+from service.engine.proof.chunk_proof import find_difference, find_merged_difference
 from service.engine.proof.replay import replay_all
 from service.engine.sampling.sampler import Sampler
 from service.engine.scheduler import Scheduler
@@ -91,7 +91,7 @@ class Engine:
 
     @property
     def chunk_rules(self) -> ChunkRules:
-        """Chunking and padding rules. Constant."""
+        """Chunking and padding rules. Constant once the proofs have run."""
         return self._scheduler.chunk_rules
 
     @property
@@ -202,8 +202,8 @@ class Engine:
     def check_batch_invariance(self, cases: Sequence[GoldenCase]) -> bool | None:
         """Whether a golden case has the same bits alone and in a batch (`service.engine.proof.batch_proof`).
 
-        If not, or if the check itself fails, disables speculation for the engine's life and logs why. Empties the
-        prefix cache. Call it after `verify_golden`, where the device promises batch invariance.
+        If not, or if the check itself fails, disables speculation and merged chunks for the engine's life and logs why.
+        Empties the prefix cache. Call it after `verify_golden`, where the device promises batch invariance.
 
         Returns:
             None if not checked: without cases, with one row, or in a short context.
@@ -226,6 +226,7 @@ class Engine:
                 problem = f"the check failed, {failure.error_id}"
         if problem is not None:
             self._scheduler.drafter.enable(is_proven=False)
+            self._scheduler.merge_chunks(is_proven=False)
             _LOGGER.warning("%s: not batch-invariant, no prompt-lookup speculation: %s", self._name, problem)
         return problem is None
 
@@ -259,6 +260,29 @@ class Engine:
             _LOGGER.info("%s: prompt-lookup speculation with up to %d draft tokens changes no bit", self._name, most)
         else:
             _LOGGER.warning("%s: no prompt-lookup speculation: %s", self._name, problem)
+
+    def prove_merged_chunks(self, cases: Sequence[GoldenCase]) -> None:
+        """Tests whether several chunks in one run change a bit; allows such runs if not, and logs why if so.
+
+        Holds for the engine's life, as `prove_speculation`. Empties the prefix cache. Nothing is tested where a run is
+        one chunk: by `EngineLimits.merged_chunks`, for an encoder-decoder, or in a context of one chunk.
+
+        Raises:
+            RuntimeError: when requests live here: the test would overwrite their K/V.
+        """
+        rules, most = self.chunk_rules, self._scheduler.limits.merged_chunks
+        with self._idle():
+            if most == 1 or rules.source_context or rules.context <= rules.chunk or not cases:
+                return
+            try:
+                problem = find_merged_difference(
+                    self._runner, cases, chunk=rules.chunk, num_chunks=most, context=rules.context
+                )
+            except Exception as error:  # as in `prove_speculation`
+                problem = f"the proof failed, {report_failure(f'{self._name}: merged chunks', error).error_id}"
+        self._scheduler.merge_chunks(is_proven=problem is None)
+        if problem is not None:
+            _LOGGER.warning("%s: each chunk of a prompt is a run of its own: %s", self._name, problem)
 
     def calibrate(self, max_seconds: float, goes_on: Callable[[], bool] = lambda: True) -> tuple[StepStats, ...]:
         """Times steps of a few sizes (`service.engine.proof.calibration`), without speculation.

@@ -68,12 +68,12 @@ def build_engine(
             answers. A model that cannot speculate by its own rules is served without, and the log says so.
     """
     _check_device(folder, manifest, device)
-    shape = model_shape(manifest)
+    shape, obstacles = model_shape(manifest), find_obstacles(manifest, options)
     if limits.look_up and shape.speculation_obstacle:
         _LOGGER.warning("%s: no prompt-lookup speculation: %s", folder, shape.speculation_obstacle)
         limits = dataclasses.replace(limits, look_up=0)
     if limits.look_up:
-        _refuse_speculation(folder, limits, find_obstacles(manifest, options))
+        _refuse_speculation(folder, limits, obstacles)
     runner: Runner
     warm_up: Callable[[], None] | None = None
     prepare: Callable[[], bool] | None = None
@@ -84,6 +84,11 @@ def build_engine(
     else:
         runner = over_slots = build_runner(folder, manifest, limits, options)
         prepare = over_slots.kv.prefault
+        obstacles += describe_foreign(over_slots.operators)
+        if limits.look_up:
+            _refuse_speculation(folder, limits, obstacles)
+    if obstacles:
+        limits = dataclasses.replace(limits, merged_chunks=1)
     budget = plan_kv_memory(manifest, limits.max_batch_size, limits.kv_memory_bytes)
     scheduler = Scheduler(limits, shape, decode, budget)
     engine = Engine(scheduler, runner, Sampler(top), last_run, warm_up=warm_up, prepare=prepare, name=str(folder))
@@ -99,10 +104,8 @@ def build_runner(folder: Path, manifest: Manifest, limits: EngineLimits, options
     """
     # An encoder's threads stop spinning after a run: the decoder's need the cores next.
     for_encoder = dataclasses.replace(options, stop_spinning=True)
-    for_decoder = dataclasses.replace(options, records_operators=limits.look_up > 0)
+    for_decoder = dataclasses.replace(options, records_operators=True)
     decoder = GraphSession(folder, manifest.graphs[DECODER], for_decoder)
-    if limits.look_up:
-        _refuse_speculation(folder, limits, describe_foreign(decoder.operators))
     encoder = GraphSession(folder, manifest.graphs[ENCODER], for_encoder) if ENCODER in manifest.graphs else None
     # The decoder of an encoder-decoder computes no chunks.
     max_prefill_tokens = limits.max_prefill_tokens if encoder is None else 0

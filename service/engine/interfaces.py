@@ -27,7 +27,7 @@ class StepEngine(Protocol):
 
     @property
     def chunk_rules(self) -> ChunkRules:
-        """Chunking and padding rules. Constant."""
+        """Chunking and padding rules. Constant once the proofs have run."""
 
     @property
     def max_draft_tokens(self) -> int:

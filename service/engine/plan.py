@@ -103,6 +103,23 @@ class StepPlan:
         if computed == sequence.num_tokens and sequence.group.generates:
             self._sample(slot, sequence)
 
+    def merge_chunks(self, slots: SlotTable[Sequence]) -> None:
+        """Computes a prompt's chunks in one run, and following ones that fit, if the step computes nothing else."""
+        chunks = self._prefills
+        if len({chunk.slot for chunk in chunks}) != 1 or self._sources or self._short_prompts or self._decode_slots:
+            return
+        slot, start, end = chunks[0].slot, chunks[0].start, chunks[-1].end
+        sequence = slots[slot]
+        if sequence.group.request.scoring is not None:
+            return
+        num_tokens, was_end = sequence.num_tokens, end == sequence.num_tokens
+        while (length := self._rules.next_length(num_tokens, end)) > 1 and end + length <= start + self._rules.long_run:
+            end += length
+        token_ids = tuple(sequence.token_ids[start:end])
+        self._prefills = [PrefillChunk(slot, start, token_ids, wants_logits=end == num_tokens)]
+        if end == num_tokens and not was_end:
+            self._sample(slot, sequence)
+
     @property
     def decoding(self) -> list[Sequence]:
         """The sequences of slots 0, 1, and so on, if the step samples the next token of each and does nothing else."""

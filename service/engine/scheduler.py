@@ -17,6 +17,7 @@ Runs on the engine thread alone. Knows no tensors, no clock (callers pass the ti
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import secrets
@@ -50,6 +51,7 @@ class EngineLimits:
     multiple of `prompt_padding`, sources to one of `source_padding`. `kv_memory_bytes` bounds all K/V, the prefix cache
     included; None is a whole context for each slot. `patience_seconds` is how long equals with earlier deadlines may
     overtake a request; None lets none overtake. `look_up` is the number of draft tokens, where these are proven to
+    change no bit. At most `merged_chunks` of a prompt are one run, where nothing else is computed and that is proven to
     change no bit.
 
     Raises:
@@ -65,11 +67,19 @@ class EngineLimits:
     kv_memory_bytes: int | None = None
     patience_seconds: float | None = None
     look_up: int = 0
+    merged_chunks: int = 4
 
     def __post_init__(self) -> None:
         problems = [
             f"{name} is {value}, must be at least 1"
-            for name in ("max_batch_size", "prefill_chunk", "max_prefill_tokens", "prompt_padding", "source_padding")
+            for name in (
+                "max_batch_size",
+                "prefill_chunk",
+                "max_prefill_tokens",
+                "prompt_padding",
+                "source_padding",
+                "merged_chunks",
+            )
             if (value := getattr(self, name)) < 1
         ]
         if self.max_prefill_tokens < self.prefill_chunk:
@@ -213,6 +223,8 @@ class Scheduler:
             order = StepOrder(self._tenants, self._ledger, prompts, claimant=found[0])
         self._fill_step(plan, prompts, order, now)
         self._tenants.end_step()
+        if self.chunk_rules.long_run and not self._tenants.are_several and not self._deadlines.need_short_steps:
+            plan.merge_chunks(self._ledger.slots)
         if self.drafter.max_tokens and any(drafts := self.drafter.draft(plan.decoding)):
             plan.add_drafts(drafts)
         self._planned = plan.build(self._ledger.take_operations(), self._ledger.slots)
@@ -249,6 +261,8 @@ class Scheduler:
                 self.drafter.report(sequence, chunk, outputs.append_drafts(sequence, own, now))
         for group, expansions in zip(planned.searched, expanded, strict=True):
             outputs.extend_beams(group, expansions, now)
+        if any(len(chunk.token_ids) > self.chunk_rules.chunk for chunk in batch.prefills):
+            self._deadlines.pause()  # steps where time matters are shorter
         for group in self._deadlines.end_step(now, has_prompts=batch.has_prompts):
             outputs.finish_early(group, FinishReason.DEADLINE, now)
         outputs.release()
@@ -267,6 +281,12 @@ class Scheduler:
             self._outputs.fail(group, EngineFailed(error_id), now)
         self._outputs.release()
         return self._outputs.take_events()
+
+    def merge_chunks(self, *, is_proven: bool) -> None:
+        """Allows runs of several chunks if they are proven to change no bit, else forbids them."""
+        most = self.limits.merged_chunks
+        long_run = most * self.chunk_rules.chunk if is_proven and most > 1 else 0
+        self.chunk_rules = dataclasses.replace(self.chunk_rules, long_run=long_run)
 
     def forget_kv(self) -> None:
         """Empties the rows and the prefix cache, as runs outside the schedule have written to the rows.
@@ -383,10 +403,10 @@ class Scheduler:
         for group in batch.prefill_groups:
             for row in group.rows:
                 slots[row.slot].num_computed_tokens += len(row.token_ids)
-                self._ledger.cache_chunk(row.slot, 0, len(row.token_ids))
+                self._ledger.cache_chunks(row.slot, 0, len(row.token_ids))
         for chunk in batch.prefills:
             slots[chunk.slot].num_computed_tokens += len(chunk.token_ids)
-            self._ledger.cache_chunk(chunk.slot, chunk.start, len(chunk.token_ids))
+            self._ledger.cache_chunks(chunk.slot, chunk.start, chunk.end)
         for chunk in batch.drafted:
             # Accepted drafts are counted one by one, as they are appended.
             slots[chunk.slot].num_computed_tokens += 1

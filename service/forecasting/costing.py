@@ -6,7 +6,7 @@ Its seconds are `service.forecasting.prediction`'s. Knows nothing of other reque
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from model.spec.config import ModelConfig
 from model.spec.cost import RequestCost, RequestShape, RequestWork, request_cost, request_work
@@ -66,6 +66,10 @@ class CostModel:
             padded_source_tokens=self.chunk_rules.padded_source_length(source) if source else None,
             scores_prompt=is_scored,
         )
+
+    def alone(self, shape: RequestShape) -> RequestShape:
+        """The shape of a decoder-only request that begins alone, where chunks of its prompt are merged."""
+        return replace(shape, chunk=max(self.chunk_rules.chunk, self.chunk_rules.long_run))
 
     def work(self, request: GenerationRequest, cached_tokens: int = 0) -> RequestWork:
         """Its work if outputs are as long as they may be."""

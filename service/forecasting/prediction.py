@@ -23,7 +23,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from model.spec.cost import RequestWork, request_work
+from model.spec.cost import RequestShape, RequestWork, request_work
 from service.engine.queueing.waiting import due_time
 from service.engine.types import FinishReason, GenerationRequest, StepStats, TokenEvent
 from service.forecasting.costing import Cost, CostModel
@@ -234,11 +234,11 @@ class LatencyPredictor:
         lengths = tuple(sent.values()) if request.beam_search is None else (end.num_search_steps,) * request.num_rows
         shape = self.costs.shape(request, end.num_cached_tokens, lengths)
         measured = timings.finished_time - timings.scheduled_time
-        if (predicted := quote.seconds(request_work(shape))) is not None and measured > 0:
+        if (predicted := quote.seconds(self._work(shape, quote))) is not None and measured > 0:
             self._note_error(abs(predicted - measured) / measured)
         return Cost(
             counts=self.costs.count(shape),
-            predicted_seconds=quote.seconds(self.costs.work(request, end.num_cached_tokens)),
+            predicted_seconds=quote.seconds(self._work(self.costs.shape(request, end.num_cached_tokens), quote)),
             measured_seconds=measured,
         )
 
@@ -256,7 +256,7 @@ class LatencyPredictor:
     def _predict(
         self, request: GenerationRequest, quote: Quote, queue_seconds: float, cached_tokens: int
     ) -> Prediction | None:
-        phases = quote.phases(self.costs.work(request, cached_tokens))
+        phases = quote.phases(self._work(self.costs.shape(request, cached_tokens), quote))
         if phases is None:
             return None
         alone = tuple(itertools.accumulate((queue_seconds, *phases)))
@@ -267,6 +267,10 @@ class LatencyPredictor:
             decode_seconds=ends - first,
             sharing_factor=ends / alone[-1] if alone[-1] > 0 else 1.0,
         )
+
+    def _work(self, shape: RequestShape, quote: Quote) -> RequestWork:
+        """A request's work with what the engine had as of `quote`."""
+        return request_work(shape if quote.batch.num_rows else self.costs.alone(shape))
 
     def _turn(self, request: GenerationRequest) -> tuple[int, float]:
         """The order of admission, smaller first."""

@@ -245,8 +245,9 @@ def build_engines(
         # The files that were loaded are those that were checked.
         if model.stamp and model.stamp != stamp(own, model.manifest):
             raise StartupError([f"{own}: its files have changed while it was loaded"])
+        # Not with the golden cases: while the engine thread replays those, streams of other models stand still.
+        engine.prove_merged_chunks(model.golden_cases)
         if config.look_up:
-            # Not with the golden cases: while the engine thread replays those, streams of other models stand still.
             engine.prove_speculation(model.golden_cases)
         return model.name, engine
 

@@ -156,8 +156,14 @@ class KVLedger(KVReservations):
         group.handles = ()
         self._save(group, 0)
 
-    def cache_chunk(self, slot: int, start: int, num_tokens: int) -> None:
-        """Caches a chunk after its prefill if it is whole, its predecessors are cached, and it fits."""
+    def cache_chunks(self, slot: int, start: int, stop: int) -> None:
+        """Caches the chunks of a prefill run that are whole, whose predecessors are cached, and that fit."""
+        while start < stop:
+            length = self._rules.next_length(stop, start)
+            self._cache_chunk(slot, start, length)
+            start += length
+
+    def _cache_chunk(self, slot: int, start: int, num_tokens: int) -> None:
         sequence = self._slots[slot]
         group = sequence.group
         if num_tokens < self._rules.chunk or (start > 0 and (group.kept is None or group.kept not in self._cache)):

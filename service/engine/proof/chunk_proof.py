@@ -163,6 +163,47 @@ def find_difference(
     return None
 
 
+def find_merged_difference(
+    runner: Runner, cases: Sequence[GoldenCase], *, chunk: int, num_chunks: int, context: int
+) -> str | None:
+    """Describes where chunks of a prompt have other bits in one run than one by one; None where nowhere.
+
+    The longest sequence of the cases, repeated to `num_chunks` chunks and one token within the context, is computed
+    both ways in slot 0, over the K/V of other tokens. Logits are compared at the last chunk's end and at the token
+    behind it, which attends to the K/V of all.
+
+    Args:
+        runner: idle; its slot 0 is written to.
+        cases: of a decoder-only model, at least one.
+        chunk: tokens of a chunk, fewer than `context`.
+        num_chunks: of a run, at most.
+        context: tokens of a row at most.
+    """
+    given, name = _longest(cases)
+    last = min(num_chunks * chunk, context - 1)
+    token_ids = tuple(itertools.islice(itertools.cycle(given), last + 1))
+
+    def feed(token_ids: Sequence[int], step: int) -> bytes:
+        """Computes the tokens in runs of `step`, the last by itself; the logits of the last two."""
+        found = []
+        for start in range(0, last, step):
+            fed = tuple(token_ids[start : min(start + step, last)])
+            if len(fed) == 1:
+                batch = ScheduledBatch(decode=(_alone(fed[0], start),), wants_all_logits=True)
+            else:
+                is_end = start + step >= last
+                batch = ScheduledBatch(prefills=(PrefillChunk(0, start, fed, wants_logits=is_end),))
+            found = [runner.run(batch)[0].tobytes()]
+        batch = ScheduledBatch(decode=(_alone(token_ids[last], last),), wants_all_logits=True)
+        return b"".join((*found, runner.run(batch)[0].tobytes()))
+
+    one_by_one = feed(token_ids, chunk)
+    feed(token_ids[::-1], chunk)
+    if feed(token_ids, last) != one_by_one:
+        return f"golden case {name} has other bits in one run of {last} tokens than in chunks of {chunk}"
+    return None
+
+
 def _alone(token_id: int, position: int) -> DecodeRow:
     """A token computed by itself, in slot 0."""
     return DecodeRow(token_id, position, source_length=0, is_padding=False)
@@ -173,12 +214,17 @@ def _windows(cases: Sequence[GoldenCase], beginning: int, end: int, least: int) 
 
     A sequence of fewer than `least` tokens is repeated to that length.
     """
-    found = max(((sequence, case.name) for case in cases for sequence in case.sequences), key=lambda one: len(one[0]))
-    given, name = found[0].tolist(), found[1]
+    given, name = _longest(cases)
     token_ids = tuple(itertools.islice(itertools.cycle(given), max(len(given), least)))
     yield _Window(name, token_ids, 0, min(beginning, len(token_ids)))
     if len(token_ids) > beginning:
         yield _Window(name, token_ids, max(0, len(token_ids) - end), len(token_ids))
+
+
+def _longest(cases: Sequence[GoldenCase]) -> tuple[list[int], str]:
+    """The longest sequence, and its case's name."""
+    found = max(((sequence, case.name) for case in cases for sequence in case.sequences), key=lambda one: len(one[0]))
+    return found[0].tolist(), found[1]
 
 
 def _ways(count: int, longest: int) -> Iterator[list[int]]:

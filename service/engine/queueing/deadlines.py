@@ -65,6 +65,11 @@ class Deadlines:
         self._starts.add(group, request.start_by)
         self._ends.add(group, request.end_by)
 
+    @property
+    def need_short_steps(self) -> bool:
+        """Whether a request must end in time for its answer, which a long step would make it end earlier."""
+        return len(self._ends) > 0
+
     def mark_started(self, group: SequenceGroup) -> None:
         """Drops `start_by` of a request that is admitted."""
         self._starts.discard(group)
@@ -85,7 +90,7 @@ class Deadlines:
     def end_step(self, now: float, *, has_prompts: bool) -> list[SequenceGroup]:
         """Records a step's duration; returns `end_by` requests that cannot afford another step."""
         self._timing.end(now, has_prompts=has_prompts)
-        return self._ends.take_expired(now + self._timing.longest) if len(self._ends) else []
+        return self._ends.take_expired(now + self._timing.longest) if self.need_short_steps else []
 
     def pause(self) -> None:
         """No step follows for now, or the current one failed: the time until the next one is no step's."""

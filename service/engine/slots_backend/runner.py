@@ -27,10 +27,13 @@ class OrtRunner:
     Args:
         config: the model's sizes.
         kv: the cache, changed by this runner only.
-        decoder: the decoder graph (`model.spec.artifact.decoder_signature`).
+        decoder: the decoder graph (`model.spec.artifact.decoder_signature`), which records its operators.
         encoder: the encoder graph of an encoder-decoder.
         max_prefill_tokens: prompt tokens of a batch, padding included. Their logits and K/V are reserved, and touched
             only as used.
+
+    Attributes:
+        operators: of the decoder graph (`GraphSession.operators`).
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class OrtRunner:
     ) -> None:
         self.kv = kv
         self._encoder = encoder
+        self.operators = decoder.operators
         self._sessions = [session for session in (decoder, encoder) if session is not None]
         slots = kv.num_slots
         num_logits = slots + max_prefill_tokens

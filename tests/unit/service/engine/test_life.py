@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
 from tests.engine_life import LIMITS, PAGED_BUDGET, Life
-from tests.fakes import FakeRunner, request
+from tests.fakes import CONTEXT, FakeRunner, request
 from tests.paged import PagedFakeRunner
 
 
@@ -32,6 +32,20 @@ class SpeculationLife(Life):
         self.step(count)
 
 
+class MergedChunksLife(Life):
+    """The same life where a prompt alone is computed in long runs."""
+
+    merges_chunks = True
+
+    @rule(length=st.sampled_from([17, 24, 25, 33, 40, CONTEXT - 1]), count=st.integers(1, 3))
+    @precondition(lambda self: not self.scheduler.has_work)
+    def add_alone(self, length: int, count: int) -> None:
+        """A prompt alone, of several chunks."""
+        name = f"r{len(self.requests)}"
+        self.submit(request(name, [3 + i % 29 for i in range(length)], max_tokens=3, arrival_time=self.now))
+        self.step(count)
+
+
 class PagedLife(Life):
     """The same life over blocks: whatever is copied, saved and freed, each row holds what it should."""
 
@@ -50,10 +64,12 @@ class PagedEncoderDecoderLife(PagedLife):
 Life.TestCase.settings = settings(max_examples=150, stateful_step_count=30)
 EncoderDecoderLife.TestCase.settings = Life.TestCase.settings
 SpeculationLife.TestCase.settings = settings(max_examples=100, stateful_step_count=30)
+MergedChunksLife.TestCase.settings = SpeculationLife.TestCase.settings
 PagedLife.TestCase.settings = settings(max_examples=75, stateful_step_count=30)
 PagedEncoderDecoderLife.TestCase.settings = PagedLife.TestCase.settings
 TestDecoderOnlyLife = Life.TestCase
 TestEncoderDecoderLife = EncoderDecoderLife.TestCase
 TestSpeculationLife = SpeculationLife.TestCase
+TestMergedChunksLife = MergedChunksLife.TestCase
 TestPagedLife = PagedLife.TestCase
 TestPagedEncoderDecoderLife = PagedEncoderDecoderLife.TestCase

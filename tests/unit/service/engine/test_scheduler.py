@@ -27,6 +27,9 @@ from service.errors import InvalidRequest, StartupError
 from tests.engine_life import LIMITS, chunks_of
 from tests.fakes import CONTEXT, FakeRunner, fake_engine, fake_model, letters, request
 
+# No beginning is short enough to be computed in a group.
+NO_GROUPS = dataclasses.replace(LIMITS, short_prompt=1)
+
 
 def make_scheduler(limits: EngineLimits = LIMITS, *, encoder_decoder: bool = False) -> Scheduler:
     return Scheduler(limits, fake_model(encoder_decoder=encoder_decoder), letters)
@@ -66,8 +69,33 @@ def test_schedule_prefill_budget_goes_to_the_oldest_and_none_overtakes() -> None
     assert chunks_of(step(scheduler)) == [(1, 8, 7), (2, 0, 2)]
 
 
-# No beginning is short enough to be computed in a group.
-NO_GROUPS = dataclasses.replace(LIMITS, short_prompt=1)
+def test_schedule_merges_the_chunks_of_a_prompt_that_nothing_runs_beside() -> None:
+    scheduler = make_scheduler(NO_GROUPS)
+    scheduler.merge_chunks(is_proven=True)
+    scheduler.add(request("a", range(3, 40), max_tokens=9))
+    assert chunks_of(step(scheduler)) == [(0, 0, 32)]
+    assert chunks_of(step(scheduler)) == [(0, 32, 5)]
+    scheduler.add(request("b", range(4, 41), max_tokens=1))
+    assert chunks_of(step(scheduler)) == [(1, 0, 8), (1, 8, 8)], "the first one decodes"
+    assert scheduler.num_cached_tokens(request("c", range(3, 40))) == 32, "chunk by chunk"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"tenant": "other"},
+        {"partial_on_deadline": True, "deadline": 90.0, "end_by": 80.0},
+        {"scoring": PromptScoring()},
+    ],
+)
+def test_schedule_merges_no_chunks_where_others_have_a_turn_or_steps_are_timed(other: dict[str, Any]) -> None:
+    scheduler = make_scheduler(NO_GROUPS)
+    scheduler.merge_chunks(is_proven=True)
+    if "tenant" in other:
+        scheduler.add(request("b", range(4, 41), **other))
+        other = {}
+    scheduler.add(request("a", range(3, 40), **other))
+    assert chunks_of(scheduler.schedule(0.0)) == [(0, 0, 8), (0, 8, 8)]
 
 
 def test_schedule_logits_are_wanted_of_a_prompts_last_chunk_and_of_scored_tokens() -> None:

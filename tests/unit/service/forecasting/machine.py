@@ -47,7 +47,14 @@ class Machine:
     """An engine and the clock that its steps move; a predictor is told of every step."""
 
     def __init__(
-        self, config: ModelConfig, law: Law = Law(), noise: float = 0.0, patience: float | None = None
+        self,
+        config: ModelConfig,
+        law: Law = Law(),
+        noise: float = 0.0,
+        patience: float | None = None,
+        limits: EngineLimits = LIMITS,
+        *,
+        merges_chunks: bool = False,
     ) -> None:
         self.law, self.noise, self.now, self.speed = law, noise, 0.0, 1.0
         self.hiccups, self._is_awake = 0.0, False
@@ -56,10 +63,11 @@ class Machine:
         self.engine = fake_engine(
             self.runner,
             encoder_decoder=config.is_encoder_decoder,
-            limits=replace(LIMITS, patience_seconds=patience),
+            limits=replace(limits, patience_seconds=patience),
             context=CONTEXT,
             clock=lambda: self.now,
         )
+        self.engine._scheduler.merge_chunks(is_proven=merges_chunks)
         self.predictor = LatencyPredictor(CostModel(config, self.engine.chunk_rules), LIMITS.max_batch_size, patience)
         self.told: dict[str, dict[int, int]] = {}
         self.quotes: dict[str, tuple[GenerationRequest, Quote]] = {}

@@ -389,6 +389,22 @@ def test_nine_of_ten_requests_are_predicted_within_a_fifth_on_a_noisy_machine() 
     assert noisy.predictor.relative_error == pytest.approx(sum(errors[-20:]) / 20, abs=0.1)
 
 
+def test_a_prompt_alone_is_predicted_to_take_fewer_runs() -> None:
+    limits = replace(LIMITS, short_prompt=1)
+    warm = machine(law=Law(prompt_run=0.02), limits=limits, merges_chunks=True)
+    warm.warm()
+    for length in (10, 41, 90, 131):
+        asked = request(f"r{length}", range(length, 2 * length), stopping=StoppingParams(max_tokens=2, ignore_eos=True))
+        prediction = warm.predictor.predict(asked)
+        assert prediction is not None
+        assert prediction.service_seconds == pytest.approx(warm.run(asked), rel=0.03)
+        cost = warm.costs[asked.request_id]
+        assert cost is not None
+        assert cost.predicted_seconds == pytest.approx(prediction.service_seconds, rel=0.03)
+    lengths = [len(chunk.token_ids) for batch in warm.runner.batches for chunk in batch.prefills]
+    assert lengths[-3:] == [64, 64, 3]
+
+
 def test_an_empty_batch_changes_nothing() -> None:
     warm = machine()
     warm.warm()

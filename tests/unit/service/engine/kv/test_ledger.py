@@ -54,7 +54,7 @@ def compute(ledger: KVLedger, group: SequenceGroup) -> None:
     for start in range(leader.num_computed_tokens, leader.num_tokens, CHUNK):
         count = min(CHUNK, leader.num_tokens - start)
         leader.num_computed_tokens += count
-        ledger.cache_chunk(slot, start, count)
+        ledger.cache_chunks(slot, start, start + count)
 
 
 def admit(ledger: KVLedger, group: SequenceGroup) -> list[int]:
@@ -204,13 +204,13 @@ def test_ledger_caches_no_chunk_without_its_predecessors() -> None:
         admit(ledger, group)
     (leader,) = long.sequences
     leader.num_computed_tokens = CHUNK
-    ledger.cache_chunk(0, 0, CHUNK)
+    ledger.cache_chunks(0, 0, CHUNK)
     assert ledger.num_cached_bytes == 0
     short.sequences[0].num_computed_tokens = 2
     short.sequences = []
     ledger.release([short])
     leader.num_computed_tokens += CHUNK
-    ledger.cache_chunk(0, CHUNK, CHUNK)
+    ledger.cache_chunks(0, CHUNK, 2 * CHUNK)
     assert ledger.num_cached_bytes == 0
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from model.spec.golden import Feed, GoldenCase
 from service.engine.batch import ScheduledBatch
-from service.engine.proof.chunk_proof import describe_foreign, find_difference
+from service.engine.proof.chunk_proof import describe_foreign, find_difference, find_merged_difference
 from tests.environment import ROOT
 from tests.fakes import CONTEXT, FakeRunner, Float32
 from tests.unit.service.engine.proof.test_replay import make_case
@@ -132,6 +132,41 @@ def test_proof_finds_that_a_chunk_left_no_kv() -> None:
     assert found is not None
     # The first chunk of two is right, and what follows is computed upon something else.
     assert found.startswith("position 2 of golden case case has other bits")
+
+
+class RoundingRuns(FakeRunner):
+    """Runs of some length or longer change the last bit, of their logits or of those that their K/V give."""
+
+    def __init__(self, length: int, *, in_kv: bool) -> None:
+        super().__init__()
+        self._length, self._in_kv, self._is_wrong = length, in_kv, False
+
+    def run(self, batch: ScheduledBatch) -> Float32:
+        logits = super().run(batch).copy()
+        is_long = any(len(chunk.token_ids) >= self._length for chunk in batch.prefills)
+        if self._is_wrong if self._in_kv and batch.decode else is_long and not self._in_kv:
+            logits[0, 7] = np.nextafter(logits[0, 7], np.float32(9))
+        self._is_wrong = is_long
+        return logits
+
+
+def merged_difference(runner: FakeRunner, context: int = CONTEXT, num_chunks: int = 4) -> str | None:
+    return find_merged_difference(runner, [long_case(5)], chunk=8, num_chunks=num_chunks, context=context)
+
+
+def test_merged_chunks_are_computed_both_ways() -> None:
+    runner = FakeRunner()
+    assert merged_difference(runner) is None
+    lengths = [len(chunk.token_ids) for batch in runner.batches for chunk in batch.prefills]
+    assert lengths == [8] * 4 + [8] * 4 + [32]
+    assert [row.position for batch in runner.batches for row in batch.decode] == [32] * 3
+
+
+@pytest.mark.parametrize(("context", "num_tokens"), [(CONTEXT, 32), (26, 25), (18, 17), (10, 9)])
+@pytest.mark.parametrize("in_kv", [False, True])
+def test_other_bits_of_merged_chunks_are_found(context: int, num_tokens: int, in_kv: bool) -> None:
+    found = merged_difference(RoundingRuns(9, in_kv=in_kv), context)
+    assert found == f"golden case case has other bits in one run of {num_tokens} tokens than in chunks of 8"
 
 
 def test_what_standard_operators_compute_is_named() -> None:
