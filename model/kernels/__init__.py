@@ -74,7 +74,7 @@ def operators() -> tuple[str, ...]:
 
 
 def has_tiles() -> bool:
-    """Whether the kernels multiply many rows in the tile registers of AMX.
+    """Whether the kernels multiply many rows, and attend in long chunks, in the tile registers of AMX.
 
     Raises:
         OSError: when the library cannot be loaded.

@@ -2,7 +2,9 @@
 //
 // Decoding is bound by memory bandwidth, prefill by arithmetic. So there are two ways to compute scores: few query rows
 // read K in the cache's layout, many rows have K packed once, 16 keys side by side. Both add in the same order, and so
-// do all later steps. A token's output has the same bits whatever the way, chunk, tile or thread (batch invariance):
+// do all later steps. A token's output has the same bits whatever the way, chunk, tile or thread (batch invariance).
+// Long chunks are a third way where the processor has tile registers (attention_tiles.h), in an order of its own: a
+// token's output has the same bits in any chunk of at least kTokensForTiles tokens. In all others:
 //
 //   - a dot product is 16 chains, chain c over dimensions c, c + 16, c + 32, ..., and then a tree over the chains;
 //   - a softmax sums in 16 lanes, key k in lane k % 16, in the order of keys, and then over the lanes;
@@ -37,13 +39,15 @@ bool can_attend() {
 
 }  // namespace onward
 
-#include "attention_blocks.h"
+#include "attention_tiles.h"
 
 namespace onward {
 namespace {
 
 constexpr int64_t kRowsToPack = 16;             // least query rows of one K/V head for which packing K pays
+constexpr int64_t kTokensForTiles = 96;         // least new tokens of a row that are computed in tile registers
 constexpr int64_t kRowsOfTask = 48;             // query rows of one task at most: a multiple of kTile
+constexpr int64_t kRowsInTiles = 32;            // the same in tile registers: a multiple of kTileRows
 constexpr int64_t kScoresOfTask = 96 * 1024;    // floats for a task's scores: part of the L2 cache
 constexpr int64_t kValuesAtOnce = 64;           // keys whose values stay in the L1 cache for all rows
 constexpr int64_t kKeysOfPacking = 256;         // keys that one task packs: whole blocks
@@ -103,7 +107,7 @@ class Attention {
     } else {
       sequence.end_query = sequence.length > 0 ? s.new_tokens : 0;
     }
-    sequence.base = std::min(visible(sequence, sequence.first_query).from, sequence.length) / kLanes * kLanes;
+    sequence.base = std::min(visible(sequence, sequence.first_query).from, sequence.length) / kAtOnce * kAtOnce;
     sequence.stride = (round_up(sequence.length - sequence.base, kLanes) / kLanes | 1) * kLanes;
     return sequence;
   }
@@ -142,16 +146,24 @@ class Attention {
     }
   }
 
+  // The same for tile registers, and the values in [`first`, `end`); both are packed from `first` on.
+  void pack_tiles(int64_t b, int64_t kv_head, const Sequence& sequence, int64_t first, int64_t end, uint32_t* keys,
+                  uint32_t* values) const {
+    const int64_t dim = s.head_dim, place = cached(b, kv_head), words = block_words<Number>(dim);
+    for (int64_t k = first; k < end; k += kAtOnce, keys += 2 * words, values += 2 * words) {
+      const int64_t count = std::min(sequence.length - k, kAtOnce);
+      pack_key_tiles(t.past_key + place + k * dim, count, dim, keys);
+      pack_key_tiles(t.past_key + place + (k + kLanes) * dim, count - kLanes, dim, keys + words);
+      pack_value_tiles(t.past_value + place + k * dim, count, dim, values);
+    }
+  }
+
   // Computes the outputs of one head's rows [`first`, `end`), at most kRowsOfTask. `packed` are its packed keys from
   // `base` on, or null.
   void attend(int64_t b, int64_t kv_head, const Sequence& sequence, int64_t first, int64_t end,
               const float* packed) const {
     const int64_t dim = s.head_dim;
-    for (int64_t row = first; row < end; row++) std::fill_n(output(b, kv_head, row), dim, 0.0f);
-    first = std::max(first, sequence.first_query * group_);
-    end = std::min(end, sequence.end_query * group_);
-    if (first >= end) return;
-
+    if (!clear_outputs(b, kv_head, sequence, first, end)) return;
     const int count = static_cast<int>(end - first), padded = static_cast<int>(round_up(count, kTile));
     const int64_t base = sequence.base;
     KeyRange row[kRowsOfTask];
@@ -160,15 +172,8 @@ class Attention {
     float* scores = queries + padded * dim;
     float* spare = scores + padded * sequence.stride;
     for (int r = 0; r < count; r++) {
-      const int64_t i = (first + r) / group_, head = kv_head * group_ + (first + r) % group_;
-      row[r] = visible(sequence, i);
-      row[r].from -= base, row[r].to -= base;
+      row[r] = load_query(b, kv_head, sequence, first + r, queries + r * dim);
       outputs[r] = output(b, kv_head, first + r);
-      const float* query = t.query + (b * s.new_tokens + i) * t.query_stride + head * dim;
-      rotate(query, sequence.past + i, s.scale * kLog2E, queries + r * dim);
-      if constexpr (kIsRounded) {
-        for (int64_t d = 0; d < dim; d++) queries[r * dim + d] *= t.key_scales[kv_head * dim + d];
-      }
     }
     std::fill(queries + count * dim, scores, 0.0f);
 
@@ -183,17 +188,60 @@ class Attention {
     score(queries, row, count, keys, scores, sequence.stride);
     float inverse[kRowsOfTask];
     for (int r = 0; r < count; r++) {
-      const float sink = t.sinks ? t.sinks[kv_head * group_ + (first + r) % group_] * kLog2E : kNoSink;
-      inverse[r] = exponentiate(scores + r * sequence.stride, row[r].from, row[r].to, sink);
+      inverse[r] = exponentiate(scores + r * sequence.stride, row[r].from, row[r].to, sink(kv_head, first + r));
     }
     add_values(row, count, keys, scores, sequence.stride, outputs);
-    for (int r = 0; r < count; r++) {
-      if constexpr (kIsRounded) {
-        for (int64_t d = 0; d < dim; d++) outputs[r][d] *= inverse[r] * t.value_scales[kv_head * dim + d];
-      } else {
-        for (int64_t d = 0; d < dim; d++) outputs[r][d] *= inverse[r];
+    for (int r = 0; r < count; r++) scale(outputs[r], inverse[r], kv_head, outputs[r]);
+  }
+
+  // The same in tile registers, at most kRowsInTiles; `keys` and `values` are packed from `base` on.
+  void attend_tiles(int64_t b, int64_t kv_head, const Sequence& sequence, int64_t first, int64_t end,
+                    const uint32_t* keys, const uint32_t* values) const {
+    if (!clear_outputs(b, kv_head, sequence, first, end)) return;
+    const int64_t dim = s.head_dim, stride = sequence.stride, words = block_words<Number>(dim);
+    const int count = static_cast<int>(end - first), padded = static_cast<int>(round_up(count, kTileRows));
+    const int64_t part = padded * dim;
+    KeyRange row[kRowsInTiles];
+    float* sums = task_scratch.at_least(part + padded * stride + kParts * (part + kTileRows * kGroup) / 2);
+    float* scores = sums + part;
+    uint16_t* queries = reinterpret_cast<uint16_t*>(scores + padded * stride);
+    uint16_t* weights = queries + kParts * part;
+    for (int r = 0; r < count; r++) row[r] = load_query(b, kv_head, sequence, first + r, sums + r * dim);
+    std::fill(sums + count * dim, sums + part, 0.0f);
+    write_parts(sums, part, queries, part);
+
+    FloatTiles tiles;
+    // Calls `use(first row, blocks)` for each 16 rows and the blocks from key `k` on that any of them attends to.
+    const auto for_rows = [&](int64_t k, int64_t block, const auto& use) {
+      for (int r = 0; r < count; r += kTileRows) {
+        const int64_t to = std::min(row[std::min<int>(r + kTileRows, count) - 1].to, k + kGroup);
+        if (to > k && row[r].from < k + kGroup) use(r, (to - k + block - 1) / block);
       }
+    };
+    for (int64_t k = row[0].from / kLanes * kLanes; k < row[count - 1].to; k += kGroup) {
+      for_rows(k, kLanes, [&](int r, int64_t blocks) {
+        kScoreTiles<Number>[blocks - 1](tiles, queries + r * dim, part, keys + k / kLanes * words, dim,
+                                        scores + r * stride + k, stride);
+      });
     }
+    float inverse[kRowsInTiles];
+    for (int r = 0; r < count; r++) {
+      inverse[r] = exponentiate(scores + r * stride, row[r].from, row[r].to, sink(kv_head, first + r));
+    }
+    std::fill(sums, sums + part, 0.0f);
+    for (int64_t k = row[0].from / kAtOnce * kAtOnce; k < row[count - 1].to; k += kGroup) {
+      for_rows(k, kAtOnce, [&](int r, int64_t blocks) {
+        for (int i = 0; i < kTileRows; i++) {
+          const KeyRange range = r + i < count ? row[r + i] : KeyRange{};
+          write_weights(scores + (r + i) * stride, k, k + blocks * kAtOnce, range.from, range.to, weights + i * kGroup);
+        }
+        for (int64_t d = 0; d < dim; d += kSums * kLanes) {
+          kWeighTiles<Number>[std::min<int64_t>((dim - d) / kLanes, kSums) - 1](
+              tiles, weights, values + k / kLanes * words + d * kLanes, blocks, dim, sums + r * dim + d);
+        }
+      });
+    }
+    for (int r = 0; r < count; r++) scale(sums + r * dim, inverse[r], kv_head, output(b, kv_head, first + r));
   }
 
  private:
@@ -204,6 +252,40 @@ class Attention {
     if (!s.appends) return {0, sequence.length};
     const int64_t position = sequence.past + i;
     return {s.window > 0 ? std::max<int64_t>(0, position - s.window + 1) : 0, position + 1};
+  }
+
+  // Clears the rows' outputs, and leaves in [`first`, `end`) those that are tokens; returns whether there are any.
+  bool clear_outputs(int64_t b, int64_t kv_head, const Sequence& sequence, int64_t& first, int64_t& end) const {
+    for (int64_t row = first; row < end; row++) std::fill_n(output(b, kv_head, row), s.head_dim, 0.0f);
+    first = std::max(first, sequence.first_query * group_);
+    end = std::min(end, sequence.end_query * group_);
+    return first < end;
+  }
+
+  // Writes a row's query, rotated and scaled; returns the keys that it attends to, counted from `base` on.
+  KeyRange load_query(int64_t b, int64_t kv_head, const Sequence& sequence, int64_t row, float* query) const {
+    const int64_t dim = s.head_dim, i = row / group_, head = kv_head * group_ + row % group_;
+    const float* given = t.query + (b * s.new_tokens + i) * t.query_stride + head * dim;
+    rotate(given, sequence.past + i, s.scale * kLog2E, query);
+    if constexpr (kIsRounded) {
+      for (int64_t d = 0; d < dim; d++) query[d] *= t.key_scales[kv_head * dim + d];
+    }
+    const KeyRange range = visible(sequence, i);
+    return {range.from - sequence.base, range.to - sequence.base};
+  }
+
+  float sink(int64_t kv_head, int64_t row) const {
+    return t.sinks ? t.sinks[kv_head * group_ + row % group_] * kLog2E : kNoSink;
+  }
+
+  // Scales a row's sums to its output, which may be in the same place.
+  void scale(const float* sums, float inverse, int64_t kv_head, float* output) const {
+    if constexpr (kIsRounded) {
+      const float* scales = t.value_scales + kv_head * s.head_dim;
+      for (int64_t d = 0; d < s.head_dim; d++) output[d] = sums[d] * (inverse * scales[d]);
+    } else {
+      for (int64_t d = 0; d < s.head_dim; d++) output[d] = sums[d] * inverse;
+    }
   }
 
   int64_t cached(int64_t b, int64_t kv_head) const { return (b * s.num_kv_heads + kv_head) * s.capacity * s.head_dim; }
@@ -360,21 +442,27 @@ void attend(const Parallel& parallel, const AttentionShape& shape, const Attenti
     return;
   }
 
-  int64_t most_keys = kLanes, longest_row = kLanes;
+  const bool in_tiles =
+      shape.appends && shape.new_tokens >= kTokensForTiles && shape.head_dim % kAtOnce == 0 && has_tiles();
+  const int64_t tile = in_tiles ? kTileRows : kTile, most_rows = in_tiles ? kRowsInTiles : kRowsOfTask;
+  int64_t most_keys = kAtOnce, longest_row = kLanes;
   for (int64_t b = 0; b < shape.batch; b++) {
     const Sequence sequence = attention.sequence(b);
-    most_keys = std::max(most_keys, round_up(sequence.length - sequence.base, kLanes));
+    most_keys = std::max(most_keys, round_up(sequence.length - sequence.base, kAtOnce));
     longest_row = std::max(longest_row, sequence.stride);
   }
   const int64_t pairs = shape.batch * heads;  // (row of the batch, head): each has its own keys
-  const int64_t packed_size = product(most_keys, shape.head_dim);
+  // In tile registers keys and values are packed, in parts of half a float.
+  const int64_t packed_size = product(most_keys, in_tiles ? kPartsOf<Number> * shape.head_dim : shape.head_dim);
   const int64_t packings = (most_keys + kKeysOfPacking - 1) / kKeysOfPacking;
-  const int64_t task_rows = std::clamp<int64_t>(kScoresOfTask / longest_row / kTile * kTile, kTile, kRowsOfTask);
+  const int64_t task_rows = std::clamp<int64_t>(kScoresOfTask / longest_row / tile * tile, tile, most_rows);
   const int64_t tasks = (rows + task_rows - 1) / task_rows;
   // As many pairs as fit the cache, or as keep the threads busy, within the memory limit.
   const int64_t wanted = std::max(kPackedAtOnce / packed_size, (kMaxTasks + tasks - 1) / tasks);
   const int64_t at_once = std::clamp<int64_t>(std::min(wanted, kPackedAtMost / packed_size), 1, pairs);
   float* const packed = packed_scratch.at_least(product(at_once, packed_size));
+  const auto keys = [=](int64_t place) { return reinterpret_cast<uint32_t*>(packed + place * packed_size); };
+  const auto values = [=](int64_t place) { return keys(place) + packed_size / 2; };
 
   for (int64_t begin = 0; begin < pairs; begin += at_once) {
     const int64_t count = std::min(at_once, pairs - begin);
@@ -384,13 +472,22 @@ void attend(const Parallel& parallel, const AttentionShape& shape, const Attenti
       const int64_t base = sequence.base, offset = index % packings * kKeysOfPacking;
       const int64_t from = base + offset, to = std::min(from + kKeysOfPacking, sequence.length);
       attention.append(b, head, sequence, from, to);
-      attention.pack_keys(b, head, sequence, from, to, packed + place * packed_size + offset * shape.head_dim);
+      if (in_tiles) {
+        const int64_t words = offset / kLanes * block_words<Number>(shape.head_dim);
+        attention.pack_tiles(b, head, sequence, from, to, keys(place) + words, values(place) + words);
+      } else {
+        attention.pack_keys(b, head, sequence, from, to, packed + place * packed_size + offset * shape.head_dim);
+      }
     });
     parallel(count * tasks, [&](size_t index) {
       const int64_t place = index / tasks, pair = begin + place, b = pair / heads, head = pair % heads;
       const int64_t first = (tasks - 1 - index % tasks) * task_rows;  // the longest first, for even load
-      attention.attend(b, head, attention.sequence(b), first, std::min(first + task_rows, rows),
-                       packed + place * packed_size);
+      const int64_t end = std::min(first + task_rows, rows);
+      if (in_tiles) {
+        attention.attend_tiles(b, head, attention.sequence(b), first, end, keys(place), values(place));
+      } else {
+        attention.attend(b, head, attention.sequence(b), first, end, packed + place * packed_size);
+      }
     });
   }
 }

@@ -1,4 +1,4 @@
-// Products of bytes in the tile registers of AMX. Runs only where `has_tiles` returns true.
+// Products of bytes, and of bfloat16, in the tile registers of AMX. Runs only where `has_tiles` returns true.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,8 @@ constexpr int64_t kTileRows = 16;
 constexpr int64_t kTileColumns = 16;
 
 // The thread's tile registers, configured while this lives: 0 to 3 for sums `[16][16]` int32, 4 and 5 for rows
-// `[16][depth]`, 6 and 7 for weights `[depth / 4][16][4]` int8.
+// `[16][depth]`, 6 and 7 for weights `[depth / 4][16][4]` int8. With a depth of 64 bytes, all are alike: rows of bfloat16
+// are `[16][32]`, what they are multiplied by is `[16][16][2]`, sums are float.
 template <int depth>
 class Tiles {
  public:
@@ -34,7 +35,7 @@ class Tiles {
   }
 
   template <int tile>
-  void store(int32_t* sums, int64_t pitch) const {
+  void store(void* sums, int64_t pitch) const {
     asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(sums), "r"(pitch), "i"(tile) : "memory");
   }
 
@@ -48,6 +49,14 @@ class Tiles {
   template <int sums, int rows, int weights>
   void add_signed() {
     asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(sums), "i"(rows), "i"(weights));
+  }
+
+  // Adds rows of bfloat16 times columns to sums of floats: for each sum, the products of even places and of odd ones
+  // are added up in order, then the two.
+  template <int sums, int rows, int columns>
+  void add_floats() {
+    static_assert(depth == 64);
+    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(sums), "i"(rows), "i"(columns));
   }
 
  private:

@@ -142,7 +142,7 @@ def report_kernels(wanted: Kernels) -> None:
             "our own operators are computed by standard ones, slower, as there are no kernels: %s", obstacle
         )
     elif operators := _operators():
-        tiles = "; AMX multiplies many rows in int8 and int4" if kernels.has_tiles() else ""
+        tiles = "; AMX multiplies many rows in int8 and int4, and attends in long chunks" if kernels.has_tiles() else ""
         _LOGGER.info("kernels compute these of our own operators: %s%s", ", ".join(operators), tiles)
     else:
         _LOGGER.warning("our own operators are computed by standard ones, slower: this processor can run no kernel")

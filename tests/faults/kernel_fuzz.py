@@ -141,7 +141,8 @@ def _attention(rng: np.random.Generator, kind: str) -> Case:
     kv_heads, group = int(rng.integers(1, 5)), int(rng.integers(1, 5))
     heads, dim = kv_heads * group, int(rng.choice([16, 32, 48, 64, 80, 128]))
     batch, capacity = int(rng.integers(1, 5)), int(rng.integers(1, 150))
-    count = int(rng.integers(1, min(capacity, 60) + 1)) if rng.random() < 0.6 else 1
+    most = int(rng.choice([60, 150]))
+    count = int(rng.integers(1, min(capacity, most) + 1)) if rng.random() < 0.6 else 1
     is_source, is_packed = rng.random() < 0.15, rng.random() < 0.6
     if is_source:
         is_packed = False

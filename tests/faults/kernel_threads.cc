@@ -124,7 +124,7 @@ Floats compute(int threads, uint32_t seed) {
     keep(gated);
   }
   if (onward::can_attend()) {
-    for (const int64_t count : {1, 40}) {  // few rows read K as it lies, many have it packed
+    for (const int64_t count : {1, 40, 100}) {  // K is read as it lies, packed, and in tiles
       attend<float>(parallel, seed, count, &results);
       attend<int8_t>(parallel, seed, count, &results);
     }

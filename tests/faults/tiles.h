@@ -2,6 +2,7 @@
 // access of its instructions.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -23,16 +24,15 @@ class Tiles {
   template <int tile>
   void load(const void* bytes, int64_t pitch) {
     constexpr int rows = tile < 6 ? 16 : depth / 4, width = tile < 4 || tile > 5 ? 64 : depth;
-    static_assert(tile >= 4);
     for (int row = 0; row < rows; ++row)
       std::memcpy(tiles_[tile][row], static_cast<const uint8_t*>(bytes) + row * pitch, width);
   }
 
   template <int tile>
-  void store(int32_t* sums, int64_t pitch) const {
+  void store(void* sums, int64_t pitch) const {
     static_assert(tile < 4);
     for (int row = 0; row < 16; ++row)
-      std::memcpy(reinterpret_cast<uint8_t*>(sums) + row * pitch, tiles_[tile][row], 64);
+      std::memcpy(static_cast<uint8_t*>(sums) + row * pitch, tiles_[tile][row], 64);
   }
 
   template <int sums, int rows, int weights>
@@ -45,7 +45,32 @@ class Tiles {
     add<sums, rows, weights, int8_t>();
   }
 
+  template <int sums, int rows, int columns>
+  void add_floats() {
+    static_assert(depth == 64 && sums < 4 && rows >= 4 && columns >= 4);
+    for (int row = 0; row < 16; ++row) {
+      for (int column = 0; column < 16; ++column) {
+        float even = 0.0f, odd = 0.0f, sum;
+        for (int k = 0; k < 32; k += 2) {
+          even = std::fma(half(rows, row, k), half(columns, k / 2, 2 * column), even);
+          odd = std::fma(half(rows, row, k + 1), half(columns, k / 2, 2 * column + 1), odd);
+        }
+        std::memcpy(&sum, &tiles_[sums][row][4 * column], sizeof sum);
+        sum += even + odd;
+        std::memcpy(&tiles_[sums][row][4 * column], &sum, sizeof sum);
+      }
+    }
+  }
+
  private:
+  float half(int tile, int row, int place) const {
+    uint32_t bits = 0;
+    std::memcpy(reinterpret_cast<uint8_t*>(&bits) + 2, &tiles_[tile][row][2 * place], 2);
+    float number;
+    std::memcpy(&number, &bits, sizeof number);
+    return number;
+  }
+
   template <int sums, int rows, int weights, typename Byte>
   void add() {
     static_assert(sums < 4 && (rows == 4 || rows == 5) && weights >= 6);

@@ -1,4 +1,7 @@
-"""AMX's tile registers give the bits of vectors, by a double of them where a processor has VNNI without AMX."""
+"""AMX's tile registers give the bits of vectors in products of bytes, and long chunks' attention bits of their own.
+
+Both by a double of the registers, as a processor may have VNNI without AMX.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -16,7 +20,7 @@ from export.operators import INT4_BLOCK
 from model import kernels
 from tests.environment import environment
 from tests.faults.sanitized import build, sources_with_tiles
-from tests.own_operators import NEEDS_KERNELS, Float32, int4_linear, int8_linear, open_session
+from tests.own_operators import NEEDS_KERNELS, AttentionCase, Float32, int4_linear, int8_linear, open_session
 
 pytestmark = NEEDS_KERNELS
 
@@ -29,12 +33,16 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build("tiles.so", ("-shared", "-O1"), sources_with_tiles(tmp_path_factory.mktemp("sources")))
 
 
+def open_tiles(library: Path, model: onnx.ModelProto, threads: int = 2) -> ort.InferenceSession:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "library", lambda: library)
+        return open_session(model, by_kernels=True, threads=threads)
+
+
 def check(library: Path, model: onnx.ModelProto, x: Float32) -> None:
     """Beside the shipped kernels, and beside each row alone, which vectors always multiply."""
     shipped = open_session(model, by_kernels=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "library", lambda: library)
-        by_tiles = open_session(model, by_kernels=True)
+    by_tiles = open_tiles(library, model)
     (found,) = by_tiles.run(None, {"x": x})
     assert found.tobytes() == shipped.run(None, {"x": x})[0].tobytes()
     alone = [shipped.run(None, {"x": x[row : row + 1]})[0] for row in range(len(x))]
@@ -97,6 +105,52 @@ def test_int4_products_by_tiles_have_the_bits_of_those_by_vectors(
     bias = rng.standard_normal(outer).astype(np.float32) if biased else None
     model = int4_linear(codes, scales, bias, gelu=gelu, swiglu=swiglu)
     check(library, model, rows(rng, num_rows, num_blocks * INT4_BLOCK))
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "rotary"), [(4, 4, 32, True), (6, 2, 64, False), (3, 1, 96, True), (2, 2, 128, False)]
+)
+@pytest.mark.parametrize(("window", "int8"), [(-1, False), (40, False), (-1, True), (150, True)])
+def test_attention_in_tiles_is_that_in_vectors_and_has_the_same_bits_in_any_long_chunks(
+    library: Path, heads: int, kv_heads: int, dim: int, rotary: bool, window: int, int8: bool
+) -> None:
+    """K/V beyond a row's end, NaN here, have no effect."""
+    attention = AttentionCase(heads, kv_heads, dim, rotary=rotary, window=window, int8=int8)
+    by_tiles, one_thread = (open_tiles(library, attention.own_model, threads) for threads in (2, 1))
+    length, (packed,) = 330, attention.new_tokens(1, 330)
+
+    def run(session: ort.InferenceSession, *chunks: int) -> Float32:
+        cache, parts, begin = attention.cache(1, 400), [], 0
+        for part in cache:
+            part[:] = attention.nothing
+        for chunk in chunks:
+            y, *caches = attention.run(session, [packed[:, begin : begin + chunk]], cache, [begin + chunk - 1])
+            cache, begin = (caches[0], caches[1]), begin + chunk
+            parts.append(y)
+        assert begin == length
+        return np.concatenate(parts, axis=1)
+
+    vectors = run(by_tiles, 95, 95, 95, 45)
+    tiles = run(by_tiles, 128, 202)
+    np.testing.assert_allclose(tiles, vectors, rtol=2e-5, atol=2e-5)
+    assert tiles.tobytes() != vectors.tobytes(), "tiles were used"
+    for chunks in ((330,), (96, 128, 106), (101, 229)):
+        assert run(one_thread, *chunks).tobytes() == tiles.tobytes(), f"chunks of {chunks}"
+    if kernels.has_tiles():
+        assert run(attention.own, 128, 202).tobytes() == tiles.tobytes(), "the double adds as the processor"
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_rows_in_tiles_have_the_bits_that_they_have_alone(library: Path, int8: bool) -> None:
+    attention = AttentionCase(4, 2, 64, rotary=True, int8=int8)
+    session = open_tiles(library, attention.own_model)
+    new, cache, last = attention.new_tokens(3, 100), attention.cache(3, 300), [290, 120, 99]
+    together = attention.run(session, new, cache, last)
+    for row in range(3):
+        rows = slice(row, row + 1)
+        alone = attention.run(session, [new[0][rows]], (cache[0][rows], cache[1][rows]), last[rows])
+        for ours, theirs in zip(together, alone, strict=True):
+            assert ours[rows].tobytes() == theirs.tobytes()
 
 
 def test_tiles_are_used_where_they_work_and_the_question_leaves_no_trace() -> None:

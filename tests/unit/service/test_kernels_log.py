@@ -29,7 +29,10 @@ def line(told: pytest.LogCaptureFixture) -> tuple[int, str]:
     return record.levelno, record.getMessage()
 
 
-@pytest.mark.parametrize(("has_tiles", "words"), [(False, ""), (True, "; AMX multiplies many rows in int8 and int4")])
+@pytest.mark.parametrize(
+    ("has_tiles", "words"),
+    [(False, ""), (True, "; AMX multiplies many rows in int8 and int4, and attends in long chunks")],
+)
 def test_operators_with_kernels_are_named(
     has_tiles: bool, words: str, told: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
