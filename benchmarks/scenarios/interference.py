@@ -60,7 +60,9 @@ class Repeat:
 def measure(settings: InterferenceSettings, run: Run) -> dict[str, Any]:
     """Streams and chunks in turns."""
     model = run.subject(settings, settings.streams + 1)
-    limits = EngineLimits(max_batch_size=1, prefill_chunk=settings.chunk, max_prefill_tokens=settings.chunk)
+    limits = EngineLimits(
+        max_batch_size=1, prefill_chunk=settings.chunk, max_prefill_tokens=settings.chunk, merged_chunks=1
+    )
     engine, config = load_engine(model.folder, limits, settings.threads), model.config
     source = random.Random(settings.seed)  # noqa: S311 (not for secrets)
     repeats, chunks = [], []

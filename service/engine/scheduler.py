@@ -25,7 +25,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from service.engine.batch import ScheduledBatch
-from service.engine.chunks import ChunkRules
+from service.engine.chunks import MERGED_CHUNKS, ChunkRules
 from service.engine.kv.ledger import KVLedger
 from service.engine.kv.reservations import KVBudget
 from service.engine.outputs.outputs import Outputs
@@ -67,7 +67,7 @@ class EngineLimits:
     kv_memory_bytes: int | None = None
     patience_seconds: float | None = None
     look_up: int = 0
-    merged_chunks: int = 4
+    merged_chunks: int = MERGED_CHUNKS
 
     def __post_init__(self) -> None:
         problems = [

@@ -32,6 +32,7 @@ from model.spec.artifact import (
 )
 from model.spec.config import ModelConfig, Positions
 from model.spec.cost import num_embedding_parameters, num_parameters
+from service.engine.chunks import MERGED_CHUNKS
 from service.engine.kv.budget import (
     MAX_PREFAULT_BYTES,
     PREFAULT_SHARE,
@@ -203,7 +204,7 @@ def model_memory(manifest: Manifest, max_batch_size: int, chunk_tokens: int) -> 
         weights=sum(graph_weight_bytes(manifest, name) for name in (DECODER, ENCODER) if name in manifest.graphs),
         texts=vocabulary * _TOKEN_BYTES + (manifest.files[GOLDEN].num_bytes if GOLDEN in manifest.files else 0),
         logits=logits,
-        steps=_step_bytes(config, max_batch_size, num_chunked) + needs.besides - logits,
+        steps=_step_bytes(config, max_batch_size, MERGED_CHUNKS * num_chunked) + needs.besides - logits,
         whole_kv=needs.whole,
         least_kv=needs.least,
         is_prefaulted=needs.is_prefaulted,
@@ -288,11 +289,13 @@ def _too_much_kv(plan: MemoryPlan) -> str:
 def _step_bytes(config: ModelConfig, num_rows: int, num_chunked: int) -> int:
     """Activations of a step: a layer's, for all of its tokens.
 
+    What attention reads and writes counts twice, as ONNX Runtime's memory for activations grows by doubling.
     An encoder's step also returns K/V of all layers for the decoder. It has one source of full length at most.
     """
     heads = config.num_heads * config.head_dim
+    num_chunked = min(num_chunked, config.context)
     num_encoded = config.source_context if config.is_encoder_decoder else 0
-    per_token = 4 * config.d_model + 4 * heads + 4 * config.d_ff
+    per_token = 4 * config.d_model + 8 * heads + 4 * config.d_ff
     cross = 2 * config.num_layers * config.num_kv_heads * config.head_dim
     return _FLOAT_BYTES * ((num_rows + max(num_chunked, num_encoded)) * per_token + num_encoded * cross)
 

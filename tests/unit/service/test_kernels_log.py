@@ -86,13 +86,14 @@ def test_every_engines_sessions_are_told(
 ) -> None:
     seen: list[bool] = []
 
-    def build(*arguments: Any) -> None:
+    def build(*arguments: Any) -> Any:
         (options,) = (each for each in arguments if isinstance(each, SessionOptions))
         seen.append(options.own_kernels)
+        return types.SimpleNamespace(prove_merged_chunks=lambda cases: None)
 
     monkeypatch.setattr(loading, "build_engine", build)
     model: Any = types.SimpleNamespace(
-        name="m", manifest=None, stamp={}, output_tokenizer=types.SimpleNamespace(decode=None)
+        name="m", manifest=None, stamp={}, output_tokenizer=types.SimpleNamespace(decode=None), golden_cases=()
     )
     config = dataclasses.replace(ServeConfig(models=tmp_path), kernels=wanted)
     loading.build_engines(tmp_path, [model], config, kv_memory={"m": 1})

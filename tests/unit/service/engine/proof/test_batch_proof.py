@@ -125,9 +125,11 @@ def test_engine_that_depends_on_the_batch_warns_once_and_drafts_no_more(
 ) -> None:
     engine = fake_engine(FakeRunner() if is_invariant else Dependent(4, dependent), limits=LIMITS)
     engine.prove_speculation([long_case(40)])
-    assert engine.max_draft_tokens == 4
+    engine.prove_merged_chunks([long_case(40)])
+    assert (engine.max_draft_tokens, engine.chunk_rules.long_run) == (4, 32)
     assert engine.check_batch_invariance([long_case(40)]) is is_invariant
     assert engine.max_draft_tokens == (4 if is_invariant else 0)
+    assert engine.chunk_rules.long_run == (32 if is_invariant else 0)
     engine.calibrate(0.01)
     assert engine.max_draft_tokens == (4 if is_invariant else 0)
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import numpy as np
 import pytest
 
 from model.spec.golden import Feed, GoldenCase
 from service.engine.batch import ScheduledBatch
 from service.engine.proof.chunk_proof import describe_foreign, find_difference, find_merged_difference
+from service.engine.scheduler import EngineLimits
 from tests.environment import ROOT
-from tests.fakes import CONTEXT, FakeRunner, Float32
+from tests.fakes import CONTEXT, FakeRunner, Float32, drain, fake_engine, request
 from tests.unit.service.engine.proof.test_replay import make_case
 
 
@@ -167,6 +171,47 @@ def test_merged_chunks_are_computed_both_ways() -> None:
 def test_other_bits_of_merged_chunks_are_found(context: int, num_tokens: int, in_kv: bool) -> None:
     found = merged_difference(RoundingRuns(9, in_kv=in_kv), context)
     assert found == f"golden case case has other bits in one run of {num_tokens} tokens than in chunks of 8"
+
+
+LIMITS = EngineLimits(max_batch_size=4, prefill_chunk=8, max_prefill_tokens=8, short_prompt=1)
+
+
+@pytest.mark.parametrize("is_honest", [True, False])
+def test_an_engine_merges_chunks_once_that_is_proven(is_honest: bool, caplog: pytest.LogCaptureFixture) -> None:
+    runner = FakeRunner() if is_honest else RoundingRuns(9, in_kv=True)
+    engine = fake_engine(runner, limits=LIMITS)
+    assert not engine.chunk_rules.long_run
+    engine.prove_merged_chunks([long_case(40)])
+    assert engine.chunk_rules.long_run == (32 if is_honest else 0)
+    problem = "golden case case has other bits in one run of 32 tokens than in chunks of 8"
+    told = [] if is_honest else [f"engine: each chunk of a prompt is a run of its own: {problem}"]
+    assert [record.getMessage() for record in caplog.records] == told
+    runner.batches.clear()
+    engine.add_request(request("a", range(3, 40), max_tokens=1))
+    drain(engine)
+    lengths = [len(chunk.token_ids) for batch in runner.batches for chunk in batch.prefills]
+    assert lengths == ([32, 5] if is_honest else [8, 8, 8, 8, 5])
+
+
+def test_an_engine_whose_proof_fails_to_run_merges_no_chunks(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(batch: ScheduledBatch) -> None:
+        if any(len(chunk.token_ids) > 8 for chunk in batch.prefills):
+            raise RuntimeError("no memory")
+
+    engine = fake_engine(FakeRunner(before_run=fail), limits=LIMITS)
+    engine.prove_merged_chunks([long_case(40)])
+    assert not engine.chunk_rules.long_run
+    assert "each chunk of a prompt is a run of its own: the proof failed, " in caplog.text
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"limits": dataclasses.replace(LIMITS, merged_chunks=1)}, {"context": 8}, {"encoder_decoder": True}],
+)
+def test_nothing_is_tested_where_a_run_is_one_chunk(options: dict[str, Any]) -> None:
+    runner = FakeRunner()
+    fake_engine(runner, **{"limits": LIMITS, **options}).prove_merged_chunks([long_case(5)])
+    assert not runner.batches
 
 
 def test_what_standard_operators_compute_is_named() -> None:
