@@ -111,6 +111,7 @@ class Life(RuleBasedStateMachine):
             assert self.merges_chunks
             assert len(costs) == batch.num_rows == 1, "only a prompt alone has long runs"
             assert costs[0] <= LIMITS.merged_chunks * LIMITS.prefill_chunk
+            assert costs[0] % LIMITS.prefill_chunk == 0, "a shorter chunk is a run of its own"
             assert not any(one.end_by for name, one in self.requests.items() if not self.terminal[name])
             note(f"tokens of a long run: {costs[0]}")
         assert sum(costs) <= LIMITS.max_prefill_tokens or len(costs) == 1

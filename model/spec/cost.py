@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from model.spec.config import Activation, AttentionScore, ModelConfig, Norm, NormPlacement, Positions
@@ -119,6 +120,7 @@ class RequestShape:
         source_tokens: the encoder's; 0 for a decoder-only model.
         cached_tokens: cache hits: tokens of the prompt, or all or none of the source.
         chunk: chunked prefill ends chunks at its multiples; None computes a prompt as one chunk.
+        merged_chunks: whole chunks that are one run, at most, as of a prompt alone.
         padded_prompt_tokens: the padded length of the prompt's first chunk; None without padding.
         padded_source_tokens: the same for the source.
         scores_prompt: whether logits are needed at every position of the prompt, not only after its chunks.
@@ -132,6 +134,7 @@ class RequestShape:
     source_tokens: int = 0
     cached_tokens: int = 0
     chunk: int | None = None
+    merged_chunks: int = 1
     padded_prompt_tokens: int | None = None
     padded_source_tokens: int | None = None
     scores_prompt: bool = False
@@ -292,6 +295,8 @@ def _prefill_work(shape: RequestShape, window: int) -> PhaseWork:
     first = 0 if source else shape.cached_tokens
     chunk = shape.chunk or prompt
     ends = [*range((first // chunk + 1) * chunk, prompt, chunk), prompt]
+    if shape.merged_chunks > 1:
+        ends = _merge_chunks(first, ends, chunk, shape.merged_chunks)
     starts = [first, *ends[:-1]]
     singles = [end for start, end in zip(starts, ends, strict=True) if end - start == 1]
     longer = [(end - start, start) for start, end in zip(starts, ends, strict=True) if end - start > 1]
@@ -317,6 +322,20 @@ def _prefill_work(shape: RequestShape, window: int) -> PhaseWork:
         kv_token_steps=sum(ends),
         kv_source_token_steps=source * len(ends),
     )
+
+
+def _merge_chunks(first: int, ends: Sequence[int], chunk: int, most: int) -> list[int]:
+    """The ends of runs, where at most so many whole chunks are one."""
+    found: list[int] = []
+    num_whole = 0
+    for start, end in zip([first, *ends], ends, strict=False):
+        is_whole = end - start == chunk
+        if is_whole and 0 < num_whole < most:
+            found[-1], num_whole = end, num_whole + 1
+        else:
+            found.append(end)
+            num_whole = int(is_whole)
+    return found
 
 
 def _decode_work(shape: RequestShape, window: int) -> PhaseWork:

@@ -22,8 +22,8 @@ class ChunkRules:
 
     Prompts are cut at multiples of `chunk`. A first chunk of at most `short_prompt` tokens is padded to a multiple of
     `prompt_padding`, so that several can run together; sources are padded to multiples of `source_padding`. Nothing is
-    padded beyond a chunk or a context. Chunks of a prompt that a step computes alone are one run of at most `long_run`
-    tokens, if they fit: with 0, none are.
+    padded beyond a chunk or a context. Whole chunks of a prompt that a step computes alone are one run of at most
+    `long_run` tokens; with 0, none are.
     """
 
     chunk: int

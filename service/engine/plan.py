@@ -104,17 +104,20 @@ class StepPlan:
             self._sample(slot, sequence)
 
     def merge_chunks(self, slots: SlotTable[Sequence]) -> None:
-        """Computes a prompt's chunks in one run, and following ones that fit, if the step computes nothing else."""
-        chunks = self._prefills
+        """Computes a prompt's whole chunks in one run, and following ones, if the step computes nothing else.
+
+        A shorter chunk stays a run of its own: what computes a run may depend on its length.
+        """
+        chunks, whole = self._prefills, self._rules.chunk
         if len({chunk.slot for chunk in chunks}) != 1 or self._sources or self._short_prompts or self._decode_slots:
             return
         slot, start, end = chunks[0].slot, chunks[0].start, chunks[-1].end
         sequence = slots[slot]
-        if sequence.group.request.scoring is not None:
+        if sequence.group.request.scoring is not None or any(len(chunk.token_ids) != whole for chunk in chunks):
             return
         num_tokens, was_end = sequence.num_tokens, end == sequence.num_tokens
-        while (length := self._rules.next_length(num_tokens, end)) > 1 and end + length <= start + self._rules.long_run:
-            end += length
+        while end + whole <= min(num_tokens, start + self._rules.long_run):
+            end += whole
         token_ids = tuple(sequence.token_ids[start:end])
         self._prefills = [PrefillChunk(slot, start, token_ids, wants_logits=end == num_tokens)]
         if end == num_tokens and not was_end:

@@ -69,7 +69,8 @@ class CostModel:
 
     def alone(self, shape: RequestShape) -> RequestShape:
         """The shape of a decoder-only request that begins alone, where chunks of its prompt are merged."""
-        return replace(shape, chunk=max(self.chunk_rules.chunk, self.chunk_rules.long_run))
+        merged = 0 if shape.scores_prompt else self.chunk_rules.long_run // self.chunk_rules.chunk
+        return replace(shape, merged_chunks=max(1, merged))
 
     def work(self, request: GenerationRequest, cached_tokens: int = 0) -> RequestWork:
         """Its work if outputs are as long as they may be."""

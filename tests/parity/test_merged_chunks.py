@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -22,9 +23,9 @@ LIMITS = EngineLimits(max_batch_size=2, prefill_chunk=8, max_prefill_tokens=8, s
 APART = dataclasses.replace(LIMITS, merged_chunks=1)
 
 
-def engine_for(variant: str, limits: EngineLimits, *, own_kernels: bool = True) -> Engine:
+def engine_for(variant: str, limits: EngineLimits, *, own_kernels: bool = True, **sizes: int) -> Engine:
     """What a server builds, and proves before it serves."""
-    folder = tiny_artifact("decoder-only", **VARIANTS[variant])
+    folder = tiny_artifact("decoder-only", **VARIANTS[variant], **sizes)
     options = dataclasses.replace(THREADS, own_kernels=own_kernels)
     decode = Tokenizer.load(folder / TOKENIZER).decode
     engine = build_engine(folder, artifact.load(folder), decode, limits, options, LastRun())
@@ -32,20 +33,26 @@ def engine_for(variant: str, limits: EngineLimits, *, own_kernels: bool = True) 
     return engine
 
 
-def ask(engine: Engine) -> list[list[StepOutput]]:
-    """One request after the other; prompts begin alike, so that cached chunks count, too."""
-    outputs = []
-    tokens = np.random.default_rng(0).integers(3, 60, 61).tolist()
-    for number, length in enumerate((61, 9, 17, 20, 33, 34, 55)):
-        prompt = tokens[:length] if number % 3 == 0 else [number + 3, *tokens[1:length]]
-        request = GenerationRequest(
+def requests(*lengths: int) -> list[GenerationRequest]:
+    """Some prompts begin alike, so that cached chunks count, too."""
+    tokens = np.random.default_rng(0).integers(3, 60, max(lengths)).tolist()
+    return [
+        GenerationRequest(
             request_id=f"r{number}",
             model="tiny",
-            prompt_token_ids=tuple(prompt),
+            prompt_token_ids=tuple(tokens[:length] if number % 3 == 0 else [number + 3, *tokens[1:length]]),
             sampling=SamplingParams(temperature=0.7, seed=number),
             stopping=StoppingParams(max_tokens=6, ignore_eos=True),
             logprobs=3,
         )
+        for number, length in enumerate(lengths)
+    ]
+
+
+def ask(engine: Engine, wanted: Sequence[GenerationRequest]) -> list[list[StepOutput]]:
+    """One request after the other."""
+    outputs = []
+    for request in wanted:
         engine.add_request(request)
         outputs.append(drain(engine))
     return outputs
@@ -56,10 +63,30 @@ def ask(engine: Engine) -> list[list[StepOutput]]:
 def test_answers_have_the_bits_of_chunks_one_by_one(variant: str) -> None:
     merging = engine_for(variant, LIMITS)
     assert merging.chunk_rules.long_run == 32
-    merged, apart = ask(merging), ask(engine_for(variant, APART))
+    wanted = requests(61, 9, 17, 20, 33, 34, 55)
+    merged, apart = ask(merging, wanted), ask(engine_for(variant, APART), wanted)
     assert [answers(outputs) for outputs in merged] == [answers(outputs) for outputs in apart]
     assert sum(map(len, merged)) < sum(map(len, apart)) - 10
     assert max(output.stats.num_prefill_tokens for outputs in merged for output in outputs) == 32
+
+
+@needs_kernels
+@pytest.mark.parametrize("variant", ["fp32", "int8", "kv-int8"])
+def test_a_prompt_has_the_bits_that_it_has_beside_others_whatever_is_left_of_it(variant: str) -> None:
+    """With chunks that AMX attends in, and ends of prompts that it does not."""
+    limits = dataclasses.replace(LIMITS, prefill_chunk=128, max_prefill_tokens=128, max_batch_size=4)
+    engine = engine_for(variant, limits, context=448)
+    assert engine.chunk_rules.long_run == 512
+    wanted = requests(140, 300, 268, 384, 420)
+    alone = ask(engine, wanted)
+    assert max(output.stats.num_prefill_tokens for outputs in alone for output in outputs) == 384
+    engine = engine_for(variant, limits, context=448)
+    for request in wanted:
+        engine.add_request(request)
+    together = drain(engine)
+    for request, outputs in zip(wanted, alone, strict=True):
+        own = [event for output in together for event in output.events if event.request_id == request.request_id]
+        assert [(each.token_id, each.logprobs, each.finish_reason) for each in own] == answers(outputs)
 
 
 def test_standard_operators_merge_no_chunks() -> None:

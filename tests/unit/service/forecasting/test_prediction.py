@@ -393,7 +393,7 @@ def test_a_prompt_alone_is_predicted_to_take_fewer_runs() -> None:
     limits = replace(LIMITS, short_prompt=1)
     warm = machine(law=Law(prompt_run=0.02), limits=limits, merges_chunks=True)
     warm.warm()
-    for length in (10, 41, 90, 131):
+    for length in (10, 41, 90, 145):
         asked = request(f"r{length}", range(length, 2 * length), stopping=StoppingParams(max_tokens=2, ignore_eos=True))
         prediction = warm.predictor.predict(asked)
         assert prediction is not None
@@ -402,7 +402,7 @@ def test_a_prompt_alone_is_predicted_to_take_fewer_runs() -> None:
         assert cost is not None
         assert cost.predicted_seconds == pytest.approx(prediction.service_seconds, rel=0.03)
     lengths = [len(chunk.token_ids) for batch in warm.runner.batches for chunk in batch.prefills]
-    assert lengths[-3:] == [64, 64, 3]
+    assert lengths[-6:] == [64, 16, 10, 64, 64, 16]
 
 
 def test_an_empty_batch_changes_nothing() -> None:
