@@ -82,7 +82,7 @@ class Life(RuleBasedStateMachine):
         self.begun: set[str] = set()
         self.last_end: float | None = None
         self.durations: dict[bool, list[float]] = {False: [], True: []}
-        self.has_prompts = self.is_long = False
+        self.has_prompts, self.num_chunks = False, 1
 
     def make_runner(self) -> FakeRunner:
         return FakeRunner(LIMITS.max_batch_size, before_run=self.on_batch, memory=self.memory)
@@ -100,14 +100,18 @@ class Life(RuleBasedStateMachine):
             busy.append(chunk.slot)
             assert chunk.slot == slot
             assert 1 <= chunk.num_scored <= self.look_up + 1
-            assert len(chunk.token_ids) == max(lengths) or chunk.start == 0
+            assert len(chunk.token_ids) == max(lengths)
+            prompt = self.scheduler._ledger.slots[slot].group.prompt_token_ids
+            assert chunk.start >= len(prompt), "a prompt's K/V are never written again"
             assert chunk.end < self.scheduler._ledger.slots[slot].group.max_num_tokens
         self.check_fed(sorted(busy), batch)
         groups = (*batch.encodes, *batch.prefill_groups)
         costs = [group.padded_length for group in groups for _ in group.rows]
         costs += [len(chunk.token_ids) for chunk in batch.prefills]
-        self.is_long = any(length > LIMITS.prefill_chunk for _, _, length in chunks_of(batch))
-        if self.is_long:
+        self.num_chunks = (
+            max((len(chunk.token_ids) // LIMITS.prefill_chunk for chunk in batch.prefills), default=1) or 1
+        )
+        if self.num_chunks > 1:
             assert self.merges_chunks
             assert len(costs) == batch.num_rows == 1, "only a prompt alone has long runs"
             assert costs[0] <= LIMITS.merged_chunks * LIMITS.prefill_chunk
@@ -309,8 +313,7 @@ class Life(RuleBasedStateMachine):
             self.last_end = None
         else:
             began = self.now if self.last_end is None else self.last_end
-            if not self.is_long:
-                self.durations[self.has_prompts].append(self.now - began)
+            self.durations[self.has_prompts].append((self.now - began) / self.num_chunks)
             self.last_end = self.now if self.engine.has_work else None
         return max((each for kind in self.durations.values() for each in kind[-16:]), default=0.0)
 

@@ -10,7 +10,8 @@
 //   - a softmax sums in 16 lanes, key k in lane k % 16, in the order of keys, and then over the lanes;
 //   - an output adds up its values key by key, from the first visible key to the last.
 //
-// Masked keys have no effect: their scores are overwritten, their values never multiplied.
+// Masked keys have no effect: their scores are overwritten, their values never multiplied. (In tiles, values of the 32
+// keys around a token are multiplied by 0 where they are masked: a NaN among a chunk's values is also theirs.)
 //
 // K/V in int8 are converted to floats as they are loaded, or once for many rows; both are exact. The scales of keys are
 // folded into the query, those of values into the last factor of the output.
@@ -54,8 +55,9 @@ constexpr int64_t kKeysOfPacking = 256;         // keys that one task packs: who
 constexpr int64_t kFetchAhead = 32;             // prefetch distance in keys
 constexpr int64_t kFetched = 128;               // keys at the beginning of a cache that are prefetched
 constexpr int64_t kInt8FetchAhead = 64;         // prefetch distance for int8, of which all keys are prefetched
-constexpr int64_t kPackedAtOnce = 2 << 20;      // floats of packed K at a time: part of the L3 cache
-// The same if that is too little to keep the threads busy: 32 MiB, which the calling thread keeps, or one head's K.
+constexpr int64_t kPackedAtOnce = 2 << 20;      // floats that are packed at a time: part of the L3 cache
+// The same if that is too little to keep the threads busy: 32 MiB, which the calling thread keeps, or what is packed of
+// one head: K, in tiles three times as much for K and V.
 constexpr int64_t kPackedAtMost = 8 << 20;
 
 thread_local Scratch<float> packed_scratch;  // the calling thread's: packed K, read by all threads

@@ -205,8 +205,8 @@ class ScheduledBatch:
     """One step. An empty batch is valid and runs nothing.
 
     `drafted` are all rows that are computed, slots 0, 1, and so on, where any has draft tokens: the next token of each,
-    then its drafts, with logits after each of these (`num_scored`), in one run. Shorter ones begin with tokens that the
-    row has computed before, and computes again to the same bits, until all are equally long or begin with their row.
+    then its drafts, with logits after each of these (`num_scored`), in one run. All are equally long: rows with fewer
+    drafts begin with tokens behind their prompts that they computed before, and compute again to the same bits.
     Positions of rejected drafts are overwritten later. `wants_all_logits` asks for the logits of all rows that are fed,
     not only of those that are sampled, scored or extended: for golden cases.
     """

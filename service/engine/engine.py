@@ -10,7 +10,8 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from weakref import WeakSet
 
 from model.spec.golden import CaseResult, GoldenCase, Tolerance, compare
 from service.engine.batch import KVFree, KVRetain, ScheduledBatch
@@ -35,10 +36,12 @@ _MAX_NAMED = 32
 class LastRun:
     """When a graph last finished on a thread, in the clock's seconds; None when there has been no work since.
 
-    The engines of one thread share it: while another model's graph runs, the thread is not idle.
+    The engines of one thread share it: while another model's graph runs, the thread is not idle. `busy` are those that
+    have work.
     """
 
     ended: float | None = None
+    busy: WeakSet[Engine] = field(default_factory=WeakSet)
 
 
 class Engine:
@@ -136,6 +139,7 @@ class Engine:
             InvalidRequest: when the id is in use or a length is out of range; there will be no event then.
         """
         self._scheduler.add(request)
+        self._last_run.busy.add(self)
 
     def abort(self, request_id: str) -> None:
         """Ends a request with the next step, which reports it cancelled; unknown and finished ones are ignored."""
@@ -161,7 +165,7 @@ class Engine:
         """
         drafter = self._scheduler.drafter
         before = self._scheduler.num_preemptions, drafter.num_accepted, drafter.num_accepted_pairs
-        batch = self._scheduler.schedule(self._clock())
+        batch = self._scheduler.schedule(self._clock(), is_alone=len(self._last_run.busy) <= 1)
         last_ended, started = self._last_run.ended, self._clock()
         error_id = None
         try:
@@ -178,6 +182,8 @@ class Engine:
             batch, ended, last_ended = ScheduledBatch(), started, None
         if error_id is not None or not self.has_work:
             self._last_run.ended = None
+        if not self.has_work:
+            self._last_run.busy.discard(self)
         host_seconds = None if last_ended is None else started - last_ended
         return StepOutput(events, self._stats(batch, started, ended - started, host_seconds, before), error_id)
 
@@ -265,14 +271,14 @@ class Engine:
         """Tests whether several chunks in one run change a bit; allows such runs if not, and logs why if so.
 
         Holds for the engine's life, as `prove_speculation`. Empties the prefix cache. Nothing is tested where a run is
-        one chunk: by `EngineLimits.merged_chunks`, for an encoder-decoder, or in a context of one chunk.
+        one chunk: by `EngineLimits.merged_chunks`, for an encoder-decoder, or in a context without room for two.
 
         Raises:
             RuntimeError: when requests live here: the test would overwrite their K/V.
         """
         rules, most = self.chunk_rules, self._scheduler.limits.merged_chunks
         with self._idle():
-            if most == 1 or rules.source_context or rules.context <= rules.chunk or not cases:
+            if most == 1 or rules.source_context or rules.context <= 2 * rules.chunk or not cases:
                 return
             try:
                 problem = find_merged_difference(

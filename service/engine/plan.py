@@ -112,11 +112,13 @@ class StepPlan:
         if len({chunk.slot for chunk in chunks}) != 1 or self._sources or self._short_prompts or self._decode_slots:
             return
         slot, start, end = chunks[0].slot, chunks[0].start, chunks[-1].end
-        sequence = slots[slot]
+        sequence, most = slots[slot], self._rules.long_run
         if sequence.group.request.scoring is not None or any(len(chunk.token_ids) != whole for chunk in chunks):
             return
+        if end - start > most:
+            return
         num_tokens, was_end = sequence.num_tokens, end == sequence.num_tokens
-        while end + whole <= min(num_tokens, start + self._rules.long_run):
+        while end + whole <= min(num_tokens, start + most):
             end += whole
         token_ids = tuple(sequence.token_ids[start:end])
         self._prefills = [PrefillChunk(slot, start, token_ids, wants_logits=end == num_tokens)]
@@ -139,7 +141,7 @@ class StepPlan:
         self._decode_slots, self._samples, self._sampled = [], [], []
         length = 1 + max(map(len, drafts))
         for slot, (sequence, own) in enumerate(zip(sequences, drafts, strict=True)):
-            start = max(0, sequence.num_tokens + len(own) - length)
+            start = sequence.num_tokens + len(own) - length
             fed = (*sequence.token_ids[start:], *own)
             chunk = PrefillChunk(slot, start, fed, num_scored=1 + len(own), wants_logits=False)
             self._drafted.append(chunk)

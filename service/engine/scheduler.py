@@ -208,10 +208,11 @@ class Scheduler:
         if request_id in self._live:
             self._aborted.append(request_id)
 
-    def schedule(self, now: float) -> ScheduledBatch:
+    def schedule(self, now: float, *, is_alone: bool = True) -> ScheduledBatch:
         """Reaps ended requests, admits waiting ones, plans one step.
 
-        `now` is in `time.monotonic()` seconds. Every call must be followed by one of `commit` or `fail_running`.
+        `now` is in `time.monotonic()` seconds; `is_alone` says that no other engine waits for the step. Every call must
+        be followed by one of `commit` or `fail_running`.
         """
         self._reap(now)
         self._tenants.begin_step()
@@ -223,7 +224,8 @@ class Scheduler:
             order = StepOrder(self._tenants, self._ledger, prompts, claimant=found[0])
         self._fill_step(plan, prompts, order, now)
         self._tenants.end_step()
-        if self.chunk_rules.long_run and not self._tenants.are_several and not self._deadlines.need_short_steps:
+        is_alone = is_alone and not self._tenants.are_several and not self._deadlines.need_short_steps
+        if is_alone and self.chunk_rules.long_run:
             plan.merge_chunks(self._ledger.slots)
         if self.drafter.max_tokens and any(drafts := self.drafter.draft(plan.decoding)):
             plan.add_drafts(drafts)
@@ -261,9 +263,8 @@ class Scheduler:
                 self.drafter.report(sequence, chunk, outputs.append_drafts(sequence, own, now))
         for group, expansions in zip(planned.searched, expanded, strict=True):
             outputs.extend_beams(group, expansions, now)
-        if any(len(chunk.token_ids) > self.chunk_rules.chunk for chunk in batch.prefills):
-            self._deadlines.pause()  # steps where time matters are shorter
-        for group in self._deadlines.end_step(now, has_prompts=batch.has_prompts):
+        num_chunks = max((len(chunk.token_ids) // self.chunk_rules.chunk for chunk in batch.prefills), default=1)
+        for group in self._deadlines.end_step(now, has_prompts=batch.has_prompts, num_chunks=max(1, num_chunks)):
             outputs.finish_early(group, FinishReason.DEADLINE, now)
         outputs.release()
         if not self._live:

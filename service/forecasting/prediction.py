@@ -234,11 +234,13 @@ class LatencyPredictor:
         lengths = tuple(sent.values()) if request.beam_search is None else (end.num_search_steps,) * request.num_rows
         shape = self.costs.shape(request, end.num_cached_tokens, lengths)
         measured = timings.finished_time - timings.scheduled_time
-        if (predicted := quote.seconds(self._work(shape, quote))) is not None and measured > 0:
+        if (predicted := quote.seconds(self._work(request, shape, quote))) is not None and measured > 0:
             self._note_error(abs(predicted - measured) / measured)
         return Cost(
             counts=self.costs.count(shape),
-            predicted_seconds=quote.seconds(self._work(self.costs.shape(request, end.num_cached_tokens), quote)),
+            predicted_seconds=quote.seconds(
+                self._work(request, self.costs.shape(request, end.num_cached_tokens), quote)
+            ),
             measured_seconds=measured,
         )
 
@@ -256,7 +258,7 @@ class LatencyPredictor:
     def _predict(
         self, request: GenerationRequest, quote: Quote, queue_seconds: float, cached_tokens: int
     ) -> Prediction | None:
-        phases = quote.phases(self._work(self.costs.shape(request, cached_tokens), quote))
+        phases = quote.phases(self._work(request, self.costs.shape(request, cached_tokens), quote))
         if phases is None:
             return None
         alone = tuple(itertools.accumulate((queue_seconds, *phases)))
@@ -268,9 +270,10 @@ class LatencyPredictor:
             sharing_factor=ends / alone[-1] if alone[-1] > 0 else 1.0,
         )
 
-    def _work(self, shape: RequestShape, quote: Quote) -> RequestWork:
-        """A request's work with what the engine had as of `quote`."""
-        return request_work(shape if quote.batch.num_rows else self.costs.alone(shape))
+    def _work(self, request: GenerationRequest, shape: RequestShape, quote: Quote) -> RequestWork:
+        """A request's work with what the engine, and others on its thread, had as of `quote`."""
+        is_alone = not quote.batch.num_rows and not quote.rivals and request.end_by is None
+        return request_work(self.costs.alone(shape) if is_alone else shape)
 
     def _turn(self, request: GenerationRequest) -> tuple[int, float]:
         """The order of admission, smaller first."""

@@ -20,6 +20,8 @@ from tests.fakes import drain
 from tests.parity.test_look_up_bits import THREADS, VARIANTS, answers, needs_kernels
 
 LIMITS = EngineLimits(max_batch_size=2, prefill_chunk=8, max_prefill_tokens=8, short_prompt=4)
+# Heads of a width for which AMX attends in long chunks.
+LONG = {"context": 448, "head_dim": 32}
 APART = dataclasses.replace(LIMITS, merged_chunks=1)
 
 
@@ -29,7 +31,9 @@ def engine_for(variant: str, limits: EngineLimits, *, own_kernels: bool = True, 
     options = dataclasses.replace(THREADS, own_kernels=own_kernels)
     decode = Tokenizer.load(folder / TOKENIZER).decode
     engine = build_engine(folder, artifact.load(folder), decode, limits, options, LastRun())
-    engine.prove_merged_chunks(golden.load(folder / GOLDEN))
+    cases = golden.load(folder / GOLDEN)
+    engine.prove_merged_chunks(cases)
+    engine.prove_speculation(cases)
     return engine
 
 
@@ -75,18 +79,43 @@ def test_answers_have_the_bits_of_chunks_one_by_one(variant: str) -> None:
 def test_a_prompt_has_the_bits_that_it_has_beside_others_whatever_is_left_of_it(variant: str) -> None:
     """With chunks that AMX attends in, and ends of prompts that it does not."""
     limits = dataclasses.replace(LIMITS, prefill_chunk=128, max_prefill_tokens=128, max_batch_size=4)
-    engine = engine_for(variant, limits, context=448)
+    engine = engine_for(variant, limits, **LONG)
     assert engine.chunk_rules.long_run == 512
     wanted = requests(140, 300, 268, 384, 420)
     alone = ask(engine, wanted)
     assert max(output.stats.num_prefill_tokens for outputs in alone for output in outputs) == 384
-    engine = engine_for(variant, limits, context=448)
+    engine = engine_for(variant, limits, **LONG)
     for request in wanted:
         engine.add_request(request)
     together = drain(engine)
     for request, outputs in zip(wanted, alone, strict=True):
         own = [event for output in together for event in output.events if event.request_id == request.request_id]
         assert [(each.token_id, each.logprobs, each.finish_reason) for each in own] == answers(outputs)
+
+
+@needs_kernels
+@pytest.mark.parametrize("variant", ["fp32", "kv-int8"])
+def test_drafts_beside_a_prompt_that_is_new_leave_its_keys_and_values(variant: str) -> None:
+    """Rows with fewer drafts compute some tokens again: not their prompts', which AMX may have attended in."""
+    limits = dataclasses.replace(LIMITS, prefill_chunk=128, max_prefill_tokens=128)
+    first, second = (
+        dataclasses.replace(
+            request,
+            sampling=SamplingParams(temperature=temperature, seed=1),
+            stopping=StoppingParams(max_tokens=max_tokens, ignore_eos=True),
+        )
+        for request, temperature, max_tokens in zip(requests(130, 256), (0.0, 2.0), (200, 40), strict=True)
+    )
+    (alone,) = ask(engine_for(variant, limits, **LONG), [second])
+    engine = engine_for(variant, dataclasses.replace(limits, look_up=6), **LONG)
+    engine.add_request(first)
+    steps = [engine.step() for _ in range(12)]
+    assert steps[-1].stats.num_draft_tokens == 6, "by now its text recurs"
+    engine.add_request(second)
+    together = drain(engine)
+    own = [event for output in together for event in output.events if event.request_id == second.request_id]
+    assert [(each.token_id, each.logprobs, each.finish_reason) for each in own] == answers(alone)
+    assert any(output.stats.num_draft_tokens and output.stats.num_decode_rows == 2 for output in together)
 
 
 def test_standard_operators_merge_no_chunks() -> None:

@@ -175,12 +175,12 @@ def find_merged_difference(
     Args:
         runner: idle; its slot 0 is written to.
         cases: of a decoder-only model, at least one.
-        chunk: tokens of a chunk, fewer than `context`.
+        chunk: tokens of a chunk. A row has room for at least two, and a token.
         num_chunks: of a run, at most.
         context: tokens of a row at most.
     """
     given, name = _longest(cases)
-    last = min(num_chunks * chunk, context - 1)
+    last = min(num_chunks, (context - 1) // chunk) * chunk
     token_ids = tuple(itertools.islice(itertools.cycle(given), last + 1))
 
     def feed(token_ids: Sequence[int], step: int) -> bytes:

@@ -87,9 +87,12 @@ class Deadlines:
             self._starts.discard(group)
         return expired + self._starts.take_expired(now)
 
-    def end_step(self, now: float, *, has_prompts: bool) -> list[SequenceGroup]:
-        """Records a step's duration; returns `end_by` requests that cannot afford another step."""
-        self._timing.end(now, has_prompts=has_prompts)
+    def end_step(self, now: float, *, has_prompts: bool, num_chunks: int) -> list[SequenceGroup]:
+        """Records the duration of a step, with that many chunks in a run.
+
+        Returns `end_by` requests that cannot afford another step.
+        """
+        self._timing.end(now, has_prompts=has_prompts, num_chunks=num_chunks)
         return self._ends.take_expired(now + self._timing.longest) if self.need_short_steps else []
 
     def pause(self) -> None:

@@ -32,10 +32,13 @@ class StepTiming:
         """Begins a step: it counts from the end of the last one, unless there was a pause."""
         self._began = now if self._last_end is None else self._last_end
 
-    def end(self, now: float, *, has_prompts: bool) -> None:
-        """Ends the step; another follows at once unless `pause` is called."""
+    def end(self, now: float, *, has_prompts: bool, num_chunks: int = 1) -> None:
+        """Ends the step; another follows at once unless `pause` is called.
+
+        Where time matters a step has one chunk of a prompt: one of several counts as that part of its time.
+        """
         if self._began is not None:
-            self._seconds[has_prompts].append(now - self._began)
+            self._seconds[has_prompts].append((now - self._began) / num_chunks)
         self._began, self._last_end = None, now
 
     def pause(self) -> None:

@@ -36,7 +36,7 @@ class ChunkPrefill:
         """Writes K/V to the slots, and the logits after each chunk's last `num_logits` tokens to `logits_rows`.
 
         Args:
-            chunks: of consecutive slots; one that is shorter than others begins with its row.
+            chunks: of consecutive slots, equally long.
             logits_rows: of the output, as many as there are logits.
 
         Raises:
@@ -124,18 +124,15 @@ class GroupPrefill:
 
 def _tokens(chunks: Sequence[PrefillChunk]) -> dict[str, Array]:
     """The graph's token inputs: ids, positions, and the indices whose logits are wanted."""
-    length = max(len(chunk.token_ids) for chunk in chunks)
-    # Attention expects the tokens of a shorter row last, but where all rows are new.
-    is_new = max(chunk.end for chunk in chunks) == length
+    length = len(chunks[0].token_ids)
     input_ids = np.zeros((len(chunks), length), np.int64)
     position_ids = np.zeros_like(input_ids)
     logits_indices: list[int] = []
     for row, chunk in enumerate(chunks):
-        begin = 0 if is_new else length - len(chunk.token_ids)
-        end = begin + len(chunk.token_ids)
-        input_ids[row, begin:end] = chunk.token_ids
-        position_ids[row, begin:end] = range(chunk.start, chunk.end)
-        logits_indices += range(row * length + end - chunk.num_logits, row * length + end)
+        input_ids[row] = chunk.token_ids
+        position_ids[row] = range(chunk.start, chunk.end)
+        end = (row + 1) * length
+        logits_indices += range(end - chunk.num_logits, end)
     return {
         "input_ids": input_ids,
         "position_ids": position_ids,

@@ -56,9 +56,15 @@ class Drafter:
         drafts = [self._draft(sequence, room) for sequence in sequences]
         if len(sequences) > 1:
             shares = [_SHARE_OF_LOOK_UPS if sequence in self._sources else 1.0 for sequence in sequences]
-            most = _best_length(drafts, shares)
+            most = min(_best_length(drafts, shares), self._most_beside(sequences, drafts))
             drafts = [each[:most] for each in drafts]
         return drafts
+
+    @staticmethod
+    def _most_beside(sequences: Listed[Sequence], drafts: Listed[TokenIds]) -> int:
+        """Draft tokens of a row for which no other row is fed tokens of its prompt again: of these, bits may differ."""
+        new = (sequence.num_tokens - len(sequence.group.prompt_token_ids) for sequence in sequences)
+        return max(0, min(count + len(own) for count, own in zip(new, drafts, strict=True)) - 1)
 
     def report(self, sequence: Sequence, chunk: PrefillChunk, num_accepted: int) -> None:
         """Reports how many of a sequence's last drafts were accepted."""

@@ -10,10 +10,12 @@ import pytest
 
 from model.spec.golden import Feed, GoldenCase
 from service.engine.batch import ScheduledBatch
+from service.engine.engine import Engine, LastRun
 from service.engine.proof.chunk_proof import describe_foreign, find_difference, find_merged_difference
-from service.engine.scheduler import EngineLimits
+from service.engine.sampling.sampler import Sampler
+from service.engine.scheduler import EngineLimits, Scheduler
 from tests.environment import ROOT
-from tests.fakes import CONTEXT, FakeRunner, Float32, drain, fake_engine, request
+from tests.fakes import CONTEXT, FakeRunner, Float32, drain, fake_engine, fake_model, letters, request
 from tests.unit.service.engine.proof.test_replay import make_case
 
 
@@ -166,7 +168,7 @@ def test_merged_chunks_are_computed_both_ways() -> None:
     assert [row.position for batch in runner.batches for row in batch.decode] == [32] * 3
 
 
-@pytest.mark.parametrize(("context", "num_tokens"), [(CONTEXT, 32), (26, 25), (18, 17), (10, 9)])
+@pytest.mark.parametrize(("context", "num_tokens"), [(CONTEXT, 32), (33, 32), (32, 24), (17, 16)])
 @pytest.mark.parametrize("in_kv", [False, True])
 def test_other_bits_of_merged_chunks_are_found(context: int, num_tokens: int, in_kv: bool) -> None:
     found = merged_difference(RoundingRuns(9, in_kv=in_kv), context)
@@ -193,6 +195,23 @@ def test_an_engine_merges_chunks_once_that_is_proven(is_honest: bool, caplog: py
     assert lengths == ([32, 5] if is_honest else [8, 8, 8, 8, 5])
 
 
+def test_an_engine_merges_no_chunks_while_another_of_its_thread_has_work() -> None:
+    last_run = LastRun()
+    runner = FakeRunner()
+    engine, other = (
+        Engine(Scheduler(LIMITS, fake_model(), letters), each, Sampler(), last_run) for each in (runner, FakeRunner())
+    )
+    engine.prove_merged_chunks([long_case(40)])
+    for name, lengths in (("beside", [8, 8, 8, 8, 5]), ("alone", [32, 5])):
+        if name == "beside":
+            other.add_request(request("other", [5], max_tokens=9))
+        runner.batches.clear()
+        engine.add_request(request(name, [ord(name[0]) % 29 + 3, *range(3, 39)], max_tokens=1))
+        drain(engine)
+        assert [len(chunk.token_ids) for batch in runner.batches for chunk in batch.prefills] == lengths
+        drain(other)
+
+
 def test_an_engine_whose_proof_fails_to_run_merges_no_chunks(caplog: pytest.LogCaptureFixture) -> None:
     def fail(batch: ScheduledBatch) -> None:
         if any(len(chunk.token_ids) > 8 for chunk in batch.prefills):
@@ -206,7 +225,7 @@ def test_an_engine_whose_proof_fails_to_run_merges_no_chunks(caplog: pytest.LogC
 
 @pytest.mark.parametrize(
     "options",
-    [{"limits": dataclasses.replace(LIMITS, merged_chunks=1)}, {"context": 8}, {"encoder_decoder": True}],
+    [{"limits": dataclasses.replace(LIMITS, merged_chunks=1)}, {"context": 16}, {"encoder_decoder": True}],
 )
 def test_nothing_is_tested_where_a_run_is_one_chunk(options: dict[str, Any]) -> None:
     runner = FakeRunner()
