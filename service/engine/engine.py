@@ -285,10 +285,11 @@ class Engine:
                     self._runner, cases, chunk=rules.chunk, num_chunks=most, context=rules.context
                 )
             except Exception as error:  # as in `prove_speculation`
-                problem = f"the proof failed, {report_failure(f'{self._name}: merged chunks', error).error_id}"
+                failure = report_failure(f"{self._name}: the proof of merged chunks failed", error)
+                problem = f"the proof failed, {failure.error_id}"
         self._scheduler.merge_chunks(is_proven=problem is None)
         if problem is not None:
-            _LOGGER.warning("%s: each chunk of a prompt is a run of its own: %s", self._name, problem)
+            _LOGGER.warning("%s: no merged chunks: %s", self._name, problem)
 
     def calibrate(self, max_seconds: float, goes_on: Callable[[], bool] = lambda: True) -> tuple[StepStats, ...]:
         """Times steps of a few sizes (`service.engine.proof.calibration`), without speculation.

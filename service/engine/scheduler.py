@@ -263,8 +263,8 @@ class Scheduler:
                 self.drafter.report(sequence, chunk, outputs.append_drafts(sequence, own, now))
         for group, expansions in zip(planned.searched, expanded, strict=True):
             outputs.extend_beams(group, expansions, now)
-        num_chunks = max((len(chunk.token_ids) // self.chunk_rules.chunk for chunk in batch.prefills), default=1)
-        for group in self._deadlines.end_step(now, has_prompts=batch.has_prompts, num_chunks=max(1, num_chunks)):
+        num_chunks = max([1, *(len(chunk.token_ids) // self.chunk_rules.chunk for chunk in batch.prefills)])
+        for group in self._deadlines.end_step(now, has_prompts=batch.has_prompts, num_chunks=num_chunks):
             outputs.finish_early(group, FinishReason.DEADLINE, now)
         outputs.release()
         if not self._live:

@@ -184,14 +184,14 @@ def find_merged_difference(
     token_ids = tuple(itertools.islice(itertools.cycle(given), last + 1))
 
     def feed(token_ids: Sequence[int], step: int) -> bytes:
-        """Computes the tokens in runs of `step`, the last by itself; the logits of the last two."""
+        """Computes tokens in runs of `step`, a divisor of `last`, then one by itself; the last two's logits."""
         found = []
         for start in range(0, last, step):
-            fed = tuple(token_ids[start : min(start + step, last)])
+            fed = tuple(token_ids[start : start + step])
             if len(fed) == 1:
                 batch = ScheduledBatch(decode=(_alone(fed[0], start),), wants_all_logits=True)
             else:
-                is_end = start + step >= last
+                is_end = start + step == last
                 batch = ScheduledBatch(prefills=(PrefillChunk(0, start, fed, wants_logits=is_end),))
             found = [runner.run(batch)[0].tobytes()]
         batch = ScheduledBatch(decode=(_alone(token_ids[last], last),), wants_all_logits=True)

@@ -186,8 +186,8 @@ def test_an_engine_merges_chunks_once_that_is_proven(is_honest: bool, caplog: py
     engine.prove_merged_chunks([long_case(40)])
     assert engine.chunk_rules.long_run == (32 if is_honest else 0)
     problem = "golden case case has other bits in one run of 32 tokens than in chunks of 8"
-    told = [] if is_honest else [f"engine: each chunk of a prompt is a run of its own: {problem}"]
-    assert [record.getMessage() for record in caplog.records] == told
+    warnings = [] if is_honest else [f"engine: no merged chunks: {problem}"]
+    assert [record.getMessage() for record in caplog.records] == warnings
     runner.batches.clear()
     engine.add_request(request("a", range(3, 40), max_tokens=1))
     drain(engine)
@@ -220,7 +220,7 @@ def test_an_engine_whose_proof_fails_to_run_merges_no_chunks(caplog: pytest.LogC
     engine = fake_engine(FakeRunner(before_run=fail), limits=LIMITS)
     engine.prove_merged_chunks([long_case(40)])
     assert not engine.chunk_rules.long_run
-    assert "each chunk of a prompt is a run of its own: the proof failed, " in caplog.text
+    assert "engine: no merged chunks: the proof failed, " in caplog.text
 
 
 @pytest.mark.parametrize(
