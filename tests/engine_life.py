@@ -116,7 +116,7 @@ class Life(RuleBasedStateMachine):
             assert len(costs) == batch.num_rows == 1, "only a prompt alone has long runs"
             assert costs[0] <= LIMITS.merged_chunks * LIMITS.prefill_chunk
             assert costs[0] % LIMITS.prefill_chunk == 0, "a shorter chunk is a run of its own"
-            assert not any(one.end_by for name, one in self.requests.items() if not self.terminal[name])
+            assert not any(group.request.end_by for group in self.scheduler._live.values())
             note(f"tokens of a long run: {costs[0]}")
         assert sum(costs) <= LIMITS.max_prefill_tokens or len(costs) == 1
         assert all(start % LIMITS.prefill_chunk == 0 for _, start, _ in chunks_of(batch))
@@ -238,6 +238,14 @@ class Life(RuleBasedStateMachine):
             self.now += 1.0
             if self.engine.has_work:
                 self.observe()
+
+    @rule(count=st.integers(1, 3))
+    @precondition(lambda self: not self.scheduler.has_work)
+    def rest(self, count: int) -> None:
+        """Copies that have waited."""
+        for _ in range(count):
+            self.engine.prepare()
+        self.scheduler.check_invariants()
 
     @rule()
     @precondition(lambda self: self.scheduler.num_running and self.now >= self.last_failure + 10)

@@ -148,13 +148,26 @@ class Engine:
     def prepare(self) -> bool:
         """Does some ten milliseconds of background work while no request waits; returns whether more is left.
 
-        After a failure it is not tried again: steps work without.
+        Carries out K/V operations that have waited, then `prepare` of the constructor, which is not called again after
+        a failure: steps work without.
+
+        Raises:
+            RuntimeError: when requests live here.
         """
+        if self.has_work:
+            raise RuntimeError("the engine is not idle: requests live here")
+        batch = self._scheduler.schedule_idle()
         try:
+            if batch.kv_operations:
+                self._runner.run(batch)
+                return True
             return self._prepare is not None and self._prepare()
         except Exception as error:
             report_failure(f"{self._name}: background preparation failed", error)
-            self._prepare = None
+            if batch.kv_operations:
+                self._scheduler.forget_kv()
+            else:
+                self._prepare = None
             return False
 
     def step(self) -> StepOutput:

@@ -232,6 +232,10 @@ class Scheduler:
         self._planned = plan.build(self._ledger.take_operations(), self._ledger.slots)
         return self._planned.batch
 
+    def schedule_idle(self) -> ScheduledBatch:
+        """K/V operations that have waited, some of them, while no request lives."""
+        return ScheduledBatch(kv_operations=self._ledger.take_operations())
+
     def commit(
         self,
         batch: ScheduledBatch,

@@ -5,7 +5,8 @@
             + memory left in unused rows, freed when the rest needs it, as touching new memory takes time
 
 Decides in plain ints and emits operations (`service.engine.batch`) in an order in which they can be carried out one by
-one. Knows no tensors and no queue.
+one. Copies to the prefix cache can wait: one a step or while the engine is idle, but before their row is written anew
+and before any other operation. Knows no tensors and no queue.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from service.engine.kv.reservations import KVBudget, KVReservations, needed_rows
 from service.engine.kv.slots import SlotTable
 from service.engine.sequence import Sequence, SequenceGroup
 
+# Copies to the prefix cache that wait, at most.
+_MAX_LATE_SAVES = 8
+
 
 class KVLedger(KVReservations):
     """Rows, the prefix cache and saved copies."""
@@ -32,6 +36,8 @@ class KVLedger(KVReservations):
         self._handles = itertools.count(1)
         # Copies of an earlier scheduler are dropped.
         self._operations: list[KVOperation] = [KVRetain(frozenset())]
+        # Of these the first ones, which the next run needs.
+        self._num_urgent = 1
         # Tokens and source tokens written to each row since it was last freed, without its present owner's.
         self._touched = [(0, 0)] * num_slots
         self._in_flight: tuple[KVOperation, ...] = ()
@@ -72,12 +78,12 @@ class KVLedger(KVReservations):
         self._make_room(0)
         if group.handles:
             for handle, slot in zip(group.handles, slots, strict=True):
-                self._operations += [KVRestore(handle, slot), KVDrop(handle)]
+                self._queue(KVRestore(handle, slot), KVDrop(handle))
             group.handles = ()
             return slots
         leader = group.rows[0]
         for chunk in hits:
-            self._operations.append(KVRestore(chunk.handle, slots[0]))
+            self._queue(KVRestore(chunk.handle, slots[0]))
             group.num_cached_tokens += len(chunk.token_ids)
             if group.source_token_ids:
                 group.has_source = True
@@ -113,7 +119,7 @@ class KVLedger(KVReservations):
             target, start = self._slots.slot_of(last), last.num_tokens_shared_with(parent)
             self._slots.replace(target, child)
             if start < parent.num_computed_tokens:
-                self._operations.append(KVCopy(source, target, parent.num_computed_tokens, 0, start))
+                self._queue(KVCopy(source, target, parent.num_computed_tokens, 0, start))
 
     def release(self, groups: Collection[SequenceGroup]) -> None:
         """Frees the rows of ended sequences; no row moves twice.
@@ -143,7 +149,7 @@ class KVLedger(KVReservations):
             slot = self._next_freed(freed)
             sequence = self._slots[slot]
             handles[sequence] = handle = next(self._handles)
-            self._operations.append(KVSave(slot, handle, sequence.num_computed_tokens, len(group.source_token_ids)))
+            self._queue(KVSave(slot, handle, sequence.num_computed_tokens, len(group.source_token_ids)))
             self._remove(slot)
             self._save(group, self._num_saved.get(group, 0) + row_bytes)
             self._reserve(group, len(freed))
@@ -152,7 +158,7 @@ class KVLedger(KVReservations):
 
     def forget(self, group: SequenceGroup) -> None:
         """Drops the saved rows of a preempted request that has ended."""
-        self._operations += map(KVDrop, group.handles)
+        self._queue(*map(KVDrop, group.handles))
         group.handles = ()
         self._save(group, 0)
 
@@ -186,8 +192,15 @@ class KVLedger(KVReservations):
         self._touched[slot] = max(num_before, num_tokens), num_source_tokens
 
     def take_operations(self) -> tuple[KVOperation, ...]:
-        """Operations to carry out before the next run, in this order."""
-        self._in_flight, self._operations = tuple(self._operations), []
+        """Operations to carry out before the next run, in this order; of copies that can wait one, or what is many."""
+        saves = [
+            index
+            for index, operation in enumerate(self._operations[self._num_urgent :], self._num_urgent)
+            if isinstance(operation, KVSave)
+        ]
+        count = saves[max(0, len(saves) - _MAX_LATE_SAVES - 1)] + 1 if saves else len(self._operations)
+        self._in_flight, self._operations = tuple(self._operations[:count]), self._operations[count:]
+        self._num_urgent = 0
         return self._in_flight
 
     def fail(self) -> list[SequenceGroup]:
@@ -207,7 +220,8 @@ class KVLedger(KVReservations):
         self._cache = PrefixCache()
         self._touched = [(0, 0)] * num_slots
         saved = frozenset(handle for group in self._num_saved for handle in group.handles)
-        self._operations = [KVRetain(saved), *map(KVFree, range(num_slots))]
+        self._operations = []
+        self._queue(KVRetain(saved), *map(KVFree, range(num_slots)))
         self._in_flight = ()
         return lost
 
@@ -234,6 +248,8 @@ class KVLedger(KVReservations):
 
     def _append(self, sequence: Sequence) -> int:
         slot = self._slots.append(sequence)
+        if any(isinstance(operation, KVSave) and operation.slot == slot for operation in self._operations):
+            self._queue()
         self._trim(slot)
         return slot
 
@@ -274,7 +290,7 @@ class KVLedger(KVReservations):
 
     def _empty(self, slot: int, num_tokens: int = 0, num_source_tokens: int = 0) -> None:
         """Frees a row's memory except under its first tokens."""
-        self._operations.append(KVFree(slot, num_tokens, num_source_tokens))
+        self._queue(KVFree(slot, num_tokens, num_source_tokens))
         self._touched[slot] = num_tokens, num_source_tokens
 
     def _make_room(self, num_bytes: int) -> bool:
@@ -289,6 +305,8 @@ class KVLedger(KVReservations):
                 self._empty(slot)
         while self._cache.num_bytes > room:
             self._operations.append(KVDrop(self._cache.evict().handle))
+            if not num_bytes:  # else it waits with the copy that takes its memory
+                self._queue()
         return True
 
     def _insert(self, token_ids: TokenIds, parent: CachedChunk | None, num_bytes: int) -> CachedChunk | None:
@@ -328,5 +346,9 @@ class KVLedger(KVReservations):
             yield prompt[start : start + chunk]
 
     def _copy(self, source: int, target: int, owner: Sequence) -> None:
-        copy = KVCopy(source, target, owner.num_computed_tokens, len(owner.group.source_token_ids))
-        self._operations.append(copy)
+        self._queue(KVCopy(source, target, owner.num_computed_tokens, len(owner.group.source_token_ids)))
+
+    def _queue(self, *operations: KVOperation) -> None:
+        """Queues operations that the next run needs, behind all that wait."""
+        self._operations += operations
+        self._num_urgent = len(self._operations)

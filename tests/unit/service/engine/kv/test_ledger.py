@@ -63,8 +63,12 @@ def admit(ledger: KVLedger, group: SequenceGroup) -> list[int]:
 
 
 def operations(ledger: KVLedger) -> tuple[KVOperation, ...]:
+    """All of them, those that can wait included."""
     ledger.check_invariants()
-    return ledger.take_operations()
+    taken: list[KVOperation] = []
+    while some := ledger.take_operations():
+        taken += some
+    return tuple(taken)
 
 
 def test_ledger_forked_outputs_get_copies_of_their_row() -> None:
@@ -146,6 +150,56 @@ def test_ledger_caches_whole_chunks_for_requests_with_the_same_prefix() -> None:
     assert again.sequences[0].num_computed_tokens == again.num_cached_tokens == CHUNK
 
 
+def test_ledger_copies_to_the_cache_wait_until_their_row_is_written_anew() -> None:
+    ledger, group = make_ledger(), make_group([*range(21)])
+    admit(ledger, group)
+    compute(ledger, group)
+    saves = [KVSave(0, chunk, CHUNK * chunk, 0, CHUNK * (chunk - 1)) for chunk in range(1, 6)]
+    assert ledger.take_operations() == (saves[0],)
+    other = make_group([50, 51], order=1)
+    assert admit(ledger, other) == [1]
+    assert ledger.take_operations() == (saves[1],)
+    group.sequences = []
+    other.sequences = []
+    ledger.release([group, other])
+    assert ledger.take_operations() == (saves[2],)
+    assert admit(ledger, make_group([52, 53], max_tokens=40, order=2)) == [0]
+    assert ledger.take_operations() == (*saves[3:],)
+    assert not ledger.take_operations()
+
+
+def test_ledger_copies_to_the_cache_wait_behind_few_others_and_before_all_else() -> None:
+    ledger, group = make_ledger(), make_group([*range(49)])
+    admit(ledger, group)
+    compute(ledger, group)
+    assert [operation.handle for operation in ledger.take_operations() if isinstance(operation, KVSave)] == [1, 2, 3, 4]
+    assert admit(ledger, make_group([*range(5)], order=1)) == [1]
+    taken = ledger.take_operations()
+    assert [type(operation) for operation in taken] == [*[KVSave] * 8, KVRestore]
+
+
+def test_ledger_a_full_caches_copies_wait_with_the_chunks_whose_memory_they_take() -> None:
+    ledger = make_ledger(48)
+    for number in range(2):
+        group = make_group([10 * number + each for each in range(17)], max_tokens=4, order=number)
+        admit(ledger, group)
+        compute(ledger, group)
+        group.sequences = []
+        ledger.release([group])
+        if not number:
+            operations(ledger)
+    taken = [ledger.take_operations() for _ in range(3)]
+    assert [[type(operation) for operation in each] for each in taken] == [[KVSave], [KVSave], [KVDrop, KVSave]]
+
+
+def test_ledger_memory_that_another_needs_is_freed_at_once() -> None:
+    ledger, group = make_ledger(), make_group([*range(17)], max_tokens=4)
+    admit(ledger, group)
+    compute(ledger, group)
+    ledger.set_limit(21)
+    assert [type(operation) for operation in ledger.take_operations()] == [*[KVSave] * 4, *[KVDrop] * 4]
+
+
 @pytest.mark.parametrize(("num_bytes", "dropped"), [(40, []), (31, [2]), (27, [2, 1])])
 def test_ledger_evicts_chunks_from_a_prompts_end_until_a_request_fits(num_bytes: int, dropped: list[int]) -> None:
     ledger, first = make_ledger(num_bytes), make_group([*range(10)])
@@ -224,10 +278,10 @@ def test_ledger_no_more_than_one_row_of_a_preempted_request_lies_in_memory_twice
     for sequence in group.sequences:
         sequence.token_ids += [7] * 7
         sequence.num_computed_tokens = 38
-    ledger.take_operations()
+    operations(ledger)
     held, saved, most = dict.fromkeys(range(4), 39), 0, 0
     ledger.preempt(group)
-    for operation in ledger.take_operations():
+    for operation in operations(ledger):
         if isinstance(operation, KVSave):
             saved += operation.num_tokens
         elif isinstance(operation, KVFree):
