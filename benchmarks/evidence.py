@@ -114,6 +114,7 @@ TABLES = (
         for name in ("stdlib", "llama-110m")
     ),
     Table("structured", "benchmarks run structured --docs", 2),
+    Table("structured-124m", "benchmarks run structured --checkpoint gpt2-124m --docs --name structured-124m", 4),
     Table("goodput", "benchmarks run goodput --docs", 11),
     Table("core_sharing", "benchmarks run core_sharing --docs", 7),
     Table("host", "benchmarks run host --docs", 3),
@@ -163,7 +164,11 @@ def _http(results: Results) -> str:
 
 
 def _structured(results: Results) -> str:
-    ratios = [times(ratio, results["ratio_intervals"][kind]) for kind, ratio in results["ratios"].items()]
+    ratios = [
+        times(ratio, results["ratio_intervals"][kind][form])
+        for kind, forms in results["ratios"].items()
+        for form, ratio in forms.items()
+    ]
     return f"{', '.join(ratios)}; {results['steps_saved']:.0%}"
 
 
@@ -289,10 +294,14 @@ CLAIMS = (
         Claim(f"32 streams of `{name}` over HTTP ÷ gRPC, and how much later a first token comes", f"http-{name}", _http)
         for name in ("stdlib", "llama-110m")
     ),
-    Claim(
-        "8 streams with a JSON schema ÷ free text, greedy and sampled; steps that drafts save one document alone",
-        "structured",
-        _structured,
+    *(
+        Claim(
+            f"8 streams of `{model}` with a JSON schema ÷ free text, of integers and of a text, greedy, then sampled; "
+            "steps that drafts save one document alone",
+            table,
+            _structured,
+        )
+        for model, table in (("stdlib", "structured"), ("gpt2-124m", "structured-124m"))
     ),
     Claim(
         "answers in time at 1.5 times capacity: with admission over without",

@@ -26,6 +26,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from loadtest.child import run_module
 from loadtest.serving import serving
 
 MAX_SECONDS = 60.0
@@ -94,6 +95,19 @@ def _make_tokenizer(vocab_size: int) -> Any:
     if inner.get_vocab_size() != vocab_size:
         raise RuntimeError(f"{stdlib.SOURCE} makes {inner.get_vocab_size()} tokens, {vocab_size} are wanted")
     return inner
+
+
+def import_random(size: str, work: Path) -> Path:
+    """A checkpoint of `make_folder`'s model, unless `work` has one.
+
+    Raises:
+        RuntimeError: with a step's last words.
+    """
+    theirs, ours = work / "theirs", work / "checkpoint"
+    if not (ours / "run.json").exists():
+        run_module("benchmarks.scenarios._import_large", "make", str(theirs), size)
+        run_module("model", "import", str(theirs), "--out", str(ours))
+    return ours
 
 
 def measure(workshop: Path, size: str, rounds: int) -> list[Step]:

@@ -298,9 +298,7 @@ class LogitsRules:
 
     def spare(self, token_id: int) -> bool:
         """Whether the rules leave a row's highest logit to this token; False, too, where saying so takes long."""
-        return all(
-            transform.is_idle(self._tokens) or self._spares(transform, token_id) for transform in self._transforms
-        )
+        return all(each.is_idle(self._tokens) or self._spares(each, token_id) for each in self._transforms)
 
     def _spares(self, transform: LogitsTransform, token_id: int) -> bool:
         if isinstance(transform, _MaskedTokens):
@@ -323,6 +321,12 @@ class LogitsRules:
         for transform in active:
             transform.apply(changed, self._tokens)
         return changed
+
+    def narrow(self, row: Float32) -> tuple[Int64 | None, Float32]:
+        """As `apply`, but of the tokens left alone where a grammar leaves few, ascending, before their logits."""
+        others = (each for each in self._transforms if not isinstance(each, _GrammarMask))
+        matcher = self._tokens.matcher if all(each.is_idle(self._tokens) for each in others) else None
+        return (None, self.apply(row)) if matcher is None else matcher.narrow(row)
 
     def fork(self) -> LogitsRules:
         """An independent copy, for a fork of the sequence."""
@@ -387,7 +391,7 @@ def make_rules(
         )
     if arrays is not None and len(arrays.allowed_token_ids):
         transforms.append(_AllowedTokens(arrays.allowed_token_ids))
-    transforms.extend([*_make_min_tokens(stopping, eos_ids), *_make_mask(matcher), *model_rules])
+    transforms.extend([*_make_min_tokens(stopping, eos_ids), *([_GrammarMask()] if matcher else ()), *model_rules])
     if not transforms:
         return None
     # Only the repetition penalty depends on the prompt.
@@ -409,7 +413,7 @@ def make_beam_rules(
     Args are those of `make_rules` and `LogitsRules`. N-grams of the decoder prompt count, as with Hugging Face's
     `generate` (which includes the start token) and, for a target prefix, with CTranslate2.
     """
-    transforms: list[LogitsTransform] = [*_make_min_tokens(stopping, eos_ids), *_make_mask(matcher)]
+    transforms: list[LogitsTransform] = [*_make_min_tokens(stopping, eos_ids), *([_GrammarMask()] if matcher else ())]
     ngrams = None
     if beam_search.no_repeat_ngram_size:
         ngrams = NgramIndex(beam_search.no_repeat_ngram_size, decoder_prompt)
@@ -436,10 +440,6 @@ def make_model_rules(rules: GenerationRules, *, max_tokens: int, has_prefix: boo
     if rules.forced_last_id is not None:
         transforms.append(_ForcedToken(max_tokens - 1, rules.forced_last_id))
     return tuple(transforms)
-
-
-def _make_mask(matcher: Matcher | None) -> list[LogitsTransform]:
-    return [] if matcher is None else [_GrammarMask()]
 
 
 def _make_min_tokens(stopping: StoppingParams, eos_ids: Iterable[int]) -> list[LogitsTransform]:

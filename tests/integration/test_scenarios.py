@@ -242,10 +242,10 @@ def test_structured_output_is_measured_beside_free_text_and_with_drafts(
     assert results["document_tokens"] > 80
     assert 0.3 < results["steps_saved"] < 1
     assert min(rate for rates in results["tokens_per_second"].values() for rate in rates.values()) > 0
-    assert "| sampled |" in written(structured.SCENARIO, settings, results, tmp_path)
+    assert "| sampled, a text |" in written(structured.SCENARIO, settings, results, tmp_path)
     whole = structured.Written([1, 2], json.dumps(dict.fromkeys(structured._FIELDS)), 1.0)
     cut = structured.Written([1, 3], whole.text, 1.0)
-    rates = {"greedy": {structured.FREE: [1.0], structured.SCHEMA: [1.0]}}
+    rates = {"greedy": {structured.FREE: [1.0], "a text": [1.0]}}
     with pytest.raises(RuntimeError, match="differ"):
         structured.judge(rates, {structured.WITHOUT: [[whole]], structured.WITH: [[cut]]}, 1.0)
 

@@ -166,16 +166,18 @@ class Sampler:
         # the arg-max of a row, and infinities are its extremes.
         if not (math.isfinite(row[argmax]) and math.isfinite(np.minimum.reduce(row))):
             return None
-        chosen_from, rules = row, sample.rules
+        token_ids, chosen_from, rules = None, row, sample.rules
         is_greedy = sample.params.temperature < MIN_TEMPERATURE
         # A grammar answers for one token in a tenth of the time that its mask takes.
         if rules is not None and not (is_greedy and rules.spare(argmax)):
-            if (chosen_from := rules.apply(row)) is not row:
+            token_ids, chosen_from = rules.narrow(row)
+            if chosen_from is not row:
                 argmax = int(chosen_from.argmax())
             if chosen_from[argmax] == -np.inf:
                 rules.report_empty()
                 return None
-        token_id = argmax if is_greedy else self._draw(chosen_from, sample, chosen_from[argmax])
+        index = argmax if is_greedy else self._draw(chosen_from, sample, chosen_from[argmax])
+        token_id = index if token_ids is None else int(token_ids[index])
         logprobs = None if sample.logprobs is None else compute_logprobs(row, token_id, sample.logprobs)
         return SampledToken(token_id, logprobs)
 

@@ -125,8 +125,23 @@ def test_grammar_allows_the_tokens_that_its_mask_leaves(seed: int) -> None:
     while (left := allowed(matcher)) and source.random() < 0.95:
         known = {token_id for token_id in range(VOCAB_SIZE) if matcher.allows(token_id)}
         assert known == (set() if is_beginning else left)
+        row = np.arange(VOCAB_SIZE, dtype=np.float32)
+        few, logits = matcher.narrow(row)
+        assert (few is None) == (len(left) > VOCAB_SIZE / 4)
+        tokens = np.flatnonzero(np.isfinite(logits)) if few is None else few
+        assert tokens.tolist() == logits[np.isfinite(logits)].tolist() == sorted(left)
         matcher.add(source.choice(sorted(left)))
         is_beginning = False
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("top_k", [0, 5])
+def test_tokens_are_drawn_among_the_few_that_a_grammar_leaves_as_by_its_mask(temperature: float, top_k: int) -> None:
+    sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=0.9, seed=7)
+    asked = asking(regex_of("([0-9]{3}[a-z]{2}-)*"), sampling=sampling, logprobs=2)
+    with patch.object(LogitsRules, "narrow", lambda rules, row: (None, rules.apply(row))):
+        masked = [replace(each, timings=None) for each in answer(engine(), asked)]
+    assert [replace(each, timings=None) for each in answer(engine(), asked)] == masked
 
 
 @pytest.mark.parametrize("pattern", ["(.|\n){40}", "[a-m]{40}", "a(bc|de)*f"])
@@ -134,10 +149,10 @@ def test_a_greedy_token_that_the_grammar_allows_needs_no_mask(pattern: str) -> N
     asked = asking(regex_of(pattern), sampling=SamplingParams(temperature=0.0))
     with (
         patch.object(LogitsRules, "spare", return_value=False),
-        patch.object(Matcher, "mask", autospec=True, side_effect=Matcher.mask) as every,
+        patch.object(Matcher, "narrow", autospec=True, side_effect=Matcher.narrow) as every,
     ):
         masked = [replace(each, timings=None) for each in answer(engine(), asked)]
-    with patch.object(Matcher, "mask", autospec=True, side_effect=Matcher.mask) as some:
+    with patch.object(Matcher, "narrow", autospec=True, side_effect=Matcher.narrow) as some:
         assert [replace(each, timings=None) for each in answer(engine(), asked)] == masked
     assert every.call_count == len(masked)
     assert 0 < some.call_count <= every.call_count
