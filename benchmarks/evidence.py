@@ -296,12 +296,12 @@ CLAIMS = (
     ),
     *(
         Claim(
-            f"8 streams of `{model}` with a JSON schema ÷ free text, of integers and of a text, greedy, then sampled; "
+            f"8 streams of {model} with a JSON schema ÷ free text, of integers and of a text, greedy, then sampled; "
             "steps that drafts save one document alone",
             table,
             _structured,
         )
-        for model, table in (("stdlib", "structured"), ("gpt2-124m", "structured-124m"))
+        for model, table in (("`stdlib`", "structured"), ("`gpt2-124m`, random weights,", "structured-124m"))
     ),
     Claim(
         "answers in time at 1.5 times capacity: with admission over without",

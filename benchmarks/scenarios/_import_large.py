@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -42,6 +43,7 @@ SIZES: Mapping[str, Mapping[str, int]] = {
 """By transformers' names: the model of the promise, and one to try the program with."""
 
 
+_MODULE = "benchmarks.scenarios._import_large"
 _END_OF_TEXT = "<|endoftext|>"
 _MAX_LINES = 20
 _BYTES_PER_TOKEN = 200
@@ -98,22 +100,22 @@ def _make_tokenizer(vocab_size: int) -> Any:
 
 
 def import_random(size: str, work: Path) -> Path:
-    """A checkpoint of `make_folder`'s model, unless `work` has one.
+    """A checkpoint of `make_folder`'s model, made anew in the emptied folder `work`: the importer may have changed.
 
     Raises:
         RuntimeError: with a step's last words.
     """
+    shutil.rmtree(work, ignore_errors=True)
     theirs, ours = work / "theirs", work / "checkpoint"
-    if not (ours / "run.json").exists():
-        run_module("benchmarks.scenarios._import_large", "make", str(theirs), size)
-        run_module("model", "import", str(theirs), "--out", str(ours))
+    run_module(_MODULE, "make", str(theirs), size)
+    run_module("model", "import", str(theirs), "--out", str(ours))
     return ours
 
 
 def measure(workshop: Path, size: str, rounds: int) -> list[Step]:
     """Each step's slowest seconds and largest memory over the rounds."""
     theirs, ours = workshop / "theirs", workshop / "ours"
-    run_step("make", "", "benchmarks.scenarios._import_large", "make", str(theirs), size)
+    run_step("make", "", _MODULE, "make", str(theirs), size)
     found: dict[tuple[str, str], list[Step]] = {}
     for _ in range(rounds):
         steps = [run_step("import", "", "model", "import", str(theirs), "--out", str(ours))]

@@ -232,7 +232,8 @@ def render(results: Results) -> str:
     lines = [
         "# Structured output",
         "",
-        f"{Path(settings['checkpoint']).name} {settings['precision']}, {results['vocab_size']:,} tokens in its "
+        f"{Path(settings['checkpoint']).name} {settings['precision']}"
+        f"{', random weights' if settings['checkpoint'] in SIZES else ''}, {results['vocab_size']:,} tokens in its "
         f"vocabulary, {settings['streams']} streams at once of {settings['new']} tokens, from the first token to the "
         f"last; medians of {settings['rounds']} interleaved rounds, {conditions(results)}.",
         "",

@@ -303,11 +303,21 @@ class KVLedger(KVReservations):
                 return True
             if any(self._touched[slot]):
                 self._empty(slot)
+        num_before = self._cache.num_bytes
         while self._cache.num_bytes > room:
-            self._operations.append(KVDrop(self._cache.evict().handle))
-            if not num_bytes:  # else it waits with the copy that takes its memory
-                self._queue()
+            self._evict()
+        if num_before - self._cache.num_bytes > num_bytes:  # else they wait with the copy that takes their memory
+            self._queue()
         return True
+
+    def _evict(self) -> None:
+        """Evicts a cached chunk; its copy is dropped or, if it waits, not made at all."""
+        handle = self._cache.evict().handle
+        for index, operation in enumerate(self._operations[self._num_urgent :], self._num_urgent):
+            if isinstance(operation, KVSave) and operation.handle == handle:
+                del self._operations[index]
+                return
+        self._operations.append(KVDrop(handle))
 
     def _insert(self, token_ids: TokenIds, parent: CachedChunk | None, num_bytes: int) -> CachedChunk | None:
         """A new chunk of the prefix cache, to be filled; None if it is cached already or does not fit."""

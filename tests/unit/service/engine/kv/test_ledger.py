@@ -196,8 +196,40 @@ def test_ledger_memory_that_another_needs_is_freed_at_once() -> None:
     ledger, group = make_ledger(), make_group([*range(17)], max_tokens=4)
     admit(ledger, group)
     compute(ledger, group)
+    assert ledger.take_operations() == (KVSave(0, 1, 4, 0, 0),)
+    assert ledger.take_operations() == (KVSave(0, 2, 8, 0, 4),)
     ledger.set_limit(21)
-    assert [type(operation) for operation in ledger.take_operations()] == [*[KVSave] * 4, *[KVDrop] * 4]
+    # The copies that have waited are not made at all.
+    assert ledger.take_operations() == (KVDrop(2), KVDrop(1))
+
+
+def test_ledger_a_chunk_whose_room_is_its_parents_frees_that_at_once() -> None:
+    ledger, group = make_ledger(16 + 2 * CHUNK), make_group([*range(14)], max_tokens=2)
+    admit(ledger, group)
+    leader = group.sequences[0]
+    for start in range(0, 12, CHUNK):
+        leader.num_computed_tokens += CHUNK
+        ledger.cache_chunks(0, start, start + CHUNK)
+        if start < 8:
+            assert [type(operation) for operation in ledger.take_operations()] == [KVSave]
+    assert ledger.take_operations() == (KVDrop(2),)
+
+
+def test_ledger_a_large_source_is_dropped_at_once_where_a_small_one_takes_its_place() -> None:
+    ledger = make_ledger(88)
+    sources = [(5,) * 40, (6,) * 4, (7,) * 4]
+    groups = [make_group([1], max_tokens=most, order=number) for number, most in enumerate((3, 29, 3))]
+    for group, source in zip(groups, sources, strict=True):
+        group.source_token_ids = source
+    admit(ledger, groups[0])
+    ledger.cache_source(0)
+    groups[0].sequences = []
+    ledger.release(groups[:1])
+    operations(ledger)
+    for slot, group in enumerate(groups[1:]):
+        admit(ledger, group)
+        ledger.cache_source(slot)
+    assert KVDrop(1) in ledger.take_operations()
 
 
 @pytest.mark.parametrize(("num_bytes", "dropped"), [(40, []), (31, [2]), (27, [2, 1])])
