@@ -9,12 +9,13 @@ DEV := $(STAMP)-dev
 SERVING := build/serving-venv
 CLIENT := build/client-venv
 RAY := build/ray-venv
+LITELLM := build/litellm-venv
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 # pip prefers the pinned versions everywhere; torch goes in first and by itself, so that nothing else picks its build.
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test stress-test check kernels .kernels serve bench scenarios evidence scaling faults nightly soak ray gpu-check image release-check wheels proto reference format serving-check client-check node-client clean
+.PHONY: help demo test stress-test check kernels .kernels serve bench scenarios evidence scaling faults nightly soak ray litellm gpu-check image release-check wheels proto reference format serving-check client-check node-client clean
 
 help: ## list the verbs
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -90,6 +91,11 @@ ray: $(DEV) .kernels ## install Ray Serve into an environment of its own (half a
 	@test -x $(RAY)/bin/python || $(PYTHON) -m venv $(RAY)
 	$(RAY)/bin/python $(PIP_INSTALL) --editable onward --editable '.[cpu,ray]'
 	$(BIN)/python -m pytest -p no:randomly tests/faults/test_ray.py
+
+litellm: $(DEV) .kernels ## install LiteLLM's proxy into an environment of its own (half a gigabyte) and try it in front of the server
+	@test -x $(LITELLM)/bin/python || $(PYTHON) -m venv $(LITELLM)
+	$(LITELLM)/bin/python $(PIP_INSTALL) 'litellm[proxy]'
+	$(BIN)/python -m pytest -p no:randomly tests/integration/test_http_proxy.py
 
 gpu-check: ## check and measure all that needs CUDA, in the present interpreter (GPU="--only parity" or "--device cpu")
 	@$(PYTHON) -m model.kernels --if-possible
