@@ -94,7 +94,7 @@ ray: $(DEV) .kernels ## install Ray Serve into an environment of its own (half a
 
 litellm: $(DEV) .kernels ## install LiteLLM's proxy into an environment of its own (half a gigabyte) and try it in front of the server
 	@test -x $(LITELLM)/bin/python || $(PYTHON) -m venv $(LITELLM)
-	$(LITELLM)/bin/python $(PIP_INSTALL) 'litellm[proxy]'
+	$(LITELLM)/bin/python -m pip install --quiet --disable-pip-version-check 'litellm[proxy]==1.83.0'
 	$(BIN)/python -m pytest -p no:randomly tests/integration/test_http_proxy.py
 
 gpu-check: ## check and measure all that needs CUDA, in the present interpreter (GPU="--only parity" or "--device cpu")
