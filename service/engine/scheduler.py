@@ -233,8 +233,8 @@ class Scheduler:
         return self._planned.batch
 
     def schedule_idle(self) -> ScheduledBatch:
-        """K/V operations that have waited, some of them, while no request lives."""
-        return ScheduledBatch(kv_operations=self._ledger.take_operations())
+        """The copy that has waited longest, to be made while no request lives; nothing if there is none."""
+        return ScheduledBatch(kv_operations=self._ledger.take_late_operations())
 
     def commit(
         self,

@@ -203,6 +203,10 @@ class KVLedger(KVReservations):
         self._num_urgent = 0
         return self._in_flight
 
+    def take_late_operations(self) -> tuple[KVOperation, ...]:
+        """As `take_operations`, but nothing if the next run needs some: it carries out these and what is behind them."""
+        return () if self._num_urgent else self.take_operations()
+
     def fail(self) -> list[SequenceGroup]:
         """Empties all rows and the prefix cache after a failed run; returns the requests whose K/V are lost.
 
