@@ -204,7 +204,7 @@ class KVLedger(KVReservations):
         return self._in_flight
 
     def take_late_operations(self) -> tuple[KVOperation, ...]:
-        """As `take_operations`, but nothing if the next run needs some: it carries out these and what is behind them."""
+        """As `take_operations`, but nothing where the next run needs some, which come first."""
         return () if self._num_urgent else self.take_operations()
 
     def fail(self) -> list[SequenceGroup]:
