@@ -400,38 +400,6 @@ def test_engine_failed_step_ends_its_requests_and_the_next_ones_are_right(caplog
     assert tokens_of(outputs, "c") == tokens_of(outputs, "d") == expected_tokens([5], 3)
 
 
-def test_engine_copies_that_wait_are_made_while_it_is_idle_and_lost_if_that_fails(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    failing = False
-
-    def fail(batch: ScheduledBatch) -> None:
-        if failing:
-            raise MemoryError("no memory")
-
-    runner = FakeRunner(2, before_run=fail)
-    engine = fake_engine(runner, limits=EngineLimits(max_batch_size=2, prefill_chunk=8, max_prefill_tokens=8))
-    prompt = range(3, 3 + 24)
-    engine.add_request(request("a", prompt, max_tokens=1))
-    with pytest.raises(RuntimeError, match="not idle"):
-        engine.prepare()
-    drain(engine)
-    assert len(runner.kept) == 2
-    while engine.prepare():
-        pass
-    assert len(runner.kept) == 3
-    engine.add_request(request("b", prompt[::-1], max_tokens=1))
-    drain(engine)
-    failing = True
-    assert not engine.prepare()
-    assert "background preparation failed" in caplog.text
-    failing = False
-    engine.add_request(request("c", prompt, max_tokens=3))
-    outputs = drain(engine)
-    assert tokens_of(outputs, "c") == expected_tokens(prompt, 3)
-    assert events_of(outputs, "c")[0].num_cached_tokens == 0
-
-
 @FAMILIES
 def test_engine_text_that_cannot_be_made_fails_only_its_request(
     encoder_decoder: bool, caplog: pytest.LogCaptureFixture

@@ -11,7 +11,7 @@ import pytest
 
 from model.spec import artifact
 from service.engine import factory
-from service.engine.batch import KVDrop, KVRestore, KVRetain, KVSave
+from service.engine.batch import KVDrop, KVRestore, KVRetain, KVSave, ScheduledBatch
 from service.engine.engine import Engine, LastRun
 from service.engine.interfaces import EngineHandle
 from service.engine.kv.budget import memory_needs, plan_kv_memory, prefault_bytes
@@ -24,7 +24,7 @@ from service.engine.types import StepOutput
 from service.errors import EngineFailed, RequestError
 from service.runtime.engine_thread import EngineThread
 from tests.artifacts import paged_artifact, tiny_artifact, tiny_config
-from tests.fakes import FakeRunner, fake_model, request
+from tests.fakes import FakeRunner, drain, events_of, expected_tokens, fake_engine, fake_model, request, tokens_of
 from tests.scripted import ScriptedEngine, token
 
 SHAPE = (2, 3, 4, 5)
@@ -164,6 +164,38 @@ def test_prefaulting_that_fails_is_not_tried_again(error: type[Exception]) -> No
     assert not engine.prepare()
     assert not engine.prepare()
     assert len(calls) == 1
+
+
+def test_copies_that_wait_are_made_while_it_is_idle_and_lost_if_that_fails(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    failing = False
+
+    def fail(batch: ScheduledBatch) -> None:
+        if failing:
+            raise MemoryError("no memory")
+
+    runner = FakeRunner(2, before_run=fail)
+    engine = fake_engine(runner, limits=EngineLimits(max_batch_size=2, prefill_chunk=8, max_prefill_tokens=8))
+    prompt = range(3, 3 + 24)
+    engine.add_request(request("a", prompt, max_tokens=1))
+    with pytest.raises(RuntimeError, match="not idle"):
+        engine.prepare()
+    drain(engine)
+    assert len(runner.kept) == 2
+    while engine.prepare():
+        pass
+    assert len(runner.kept) == 3
+    engine.add_request(request("b", prompt[::-1], max_tokens=1))
+    drain(engine)
+    failing = True
+    assert not engine.prepare()
+    assert "background preparation failed" in caplog.text
+    failing = False
+    engine.add_request(request("c", prompt, max_tokens=3))
+    outputs = drain(engine)
+    assert tokens_of(outputs, "c") == expected_tokens(prompt, 3)
+    assert events_of(outputs, "c")[0].num_cached_tokens == 0
 
 
 class Preparing(ScriptedEngine):
