@@ -92,6 +92,7 @@ ray: $(DEV) .kernels ## install Ray Serve into an environment of its own (half a
 	$(RAY)/bin/python $(PIP_INSTALL) --editable onward --editable '.[cpu,ray]'
 	$(BIN)/python -m pytest -p no:randomly tests/faults/test_ray.py
 
+# Without the pinned versions, which the proxy's own contradict.
 litellm: $(DEV) .kernels ## install LiteLLM's proxy into an environment of its own (half a gigabyte) and try it in front of the server
 	@test -x $(LITELLM)/bin/python || $(PYTHON) -m venv $(LITELLM)
 	$(LITELLM)/bin/python -m pip install --quiet --disable-pip-version-check 'litellm[proxy]==1.83.0'

@@ -148,8 +148,8 @@ class Engine:
     def prepare(self) -> bool:
         """Does some ten milliseconds of background work while no request waits; returns whether more is left.
 
-        Carries out K/V operations that have waited, then `prepare` of the constructor, which is not called again after
-        a failure: steps work without.
+        Makes copies to the prefix cache that have waited, one a call, then calls `prepare` of the constructor, which is
+        not called again after a failure: steps work without.
 
         Raises:
             RuntimeError: when requests live here.

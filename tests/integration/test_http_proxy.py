@@ -93,10 +93,11 @@ async def test_a_proxys_clients_have_the_servers_answers_and_its_refusals(tmp_pa
         assert chunks[-1].usage is not None
         assert chunks[-1].usage.total_tokens == expected.usage.total_tokens
 
-        completion = await direct.completions.create(model=MODEL, prompt="ab", **options)
-        assert (await client.completions.create(model="text", prompt="ab", **options)).choices[
-            0
-        ].text == completion.choices[0].text
+        completions = [
+            await each.completions.create(model=model, prompt="ab", **options)
+            for each, model in ((direct, MODEL), (client, "text"))
+        ]
+        assert completions[0].choices[0].text == completions[1].choices[0].text
 
         asked: Any = {"input": "ab", "max_output_tokens": TOKENS, "temperature": 0}
         response = await direct.responses.create(model=MODEL, **asked)

@@ -192,7 +192,7 @@ class KVLedger(KVReservations):
         self._touched[slot] = max(num_before, num_tokens), num_source_tokens
 
     def take_operations(self) -> tuple[KVOperation, ...]:
-        """Operations to carry out before the next run, in this order; of copies that can wait one, or what is many."""
+        """Operations to carry out before the next run, in this order: one copy that can wait, more if many do."""
         saves = [
             index
             for index, operation in enumerate(self._operations[self._num_urgent :], self._num_urgent)
@@ -363,6 +363,6 @@ class KVLedger(KVReservations):
         self._queue(KVCopy(source, target, owner.num_computed_tokens, len(owner.group.source_token_ids)))
 
     def _queue(self, *operations: KVOperation) -> None:
-        """Queues operations that the next run needs, behind all that wait."""
+        """Queues operations that the next run needs, and so all that wait; without arguments these alone."""
         self._operations += operations
         self._num_urgent = len(self._operations)
