@@ -3,8 +3,10 @@
 // Decoding is bound by memory bandwidth, prefill by arithmetic. So there are two ways to compute scores: few query rows
 // read K in the cache's layout, many rows have K packed once, 16 keys side by side. Both add in the same order, and so
 // do all later steps. A token's output has the same bits whatever the way, chunk, tile or thread (batch invariance).
-// Long chunks are a third way where the processor has tile registers (attention_tiles.h), in an order of its own: a
-// token's output has the same bits in any chunk of at least kTokensForTiles tokens. In all others:
+// Long chunks are a third way where the processor has tile registers (attention_tiles.h), in an order of its own: keys
+// come in blocks of kKeysScored, which stay in the L2 cache for all rows, and each block's softmax is relative to the
+// largest score so far (Milakov and Gimelshein, 2018). A token's output has the same bits in any chunk of at least
+// kTokensForTiles tokens. In all others:
 //
 //   - a dot product is 16 chains, chain c over dimensions c, c + 16, c + 32, ..., and then a tree over the chains;
 //   - a softmax sums in 16 lanes, key k in lane k % 16, in the order of keys, and then over the lanes;
@@ -48,7 +50,12 @@ namespace {
 constexpr int64_t kRowsToPack = 16;             // least query rows of one K/V head for which packing K pays
 constexpr int64_t kTokensForTiles = 96;         // least new tokens of a row that are computed in tile registers
 constexpr int64_t kRowsOfTask = 48;             // query rows of one task at most: a multiple of kTile
-constexpr int64_t kRowsInTiles = 32;            // the same in tile registers: a multiple of kTileRows
+constexpr int64_t kRowsInTiles = 512;           // the same in tile registers: a multiple of kTileRows
+constexpr int64_t kNumbersInTiles = 32 * 1024;  // of these rows' queries at most: part of the L2 cache, with what follows
+constexpr int64_t kTasksInTiles = 8;            // tasks in tile registers, if there are rows for so many
+constexpr int64_t kRowsScored = 128;            // of these rows at a time
+constexpr int64_t kKeysScored = 256;            // keys that they are scored for at a time: whole groups
+constexpr int64_t kStride = (kKeysScored / kLanes | 1) * kLanes;  // between the scores of two rows
 constexpr int64_t kScoresOfTask = 96 * 1024;    // floats for a task's scores: part of the L2 cache
 constexpr int64_t kValuesAtOnce = 64;           // keys whose values stay in the L1 cache for all rows
 constexpr int64_t kKeysOfPacking = 256;         // keys that one task packs: whole blocks
@@ -56,8 +63,7 @@ constexpr int64_t kFetchAhead = 32;             // prefetch distance in keys
 constexpr int64_t kFetched = 128;               // keys at the beginning of a cache that are prefetched
 constexpr int64_t kInt8FetchAhead = 64;         // prefetch distance for int8, of which all keys are prefetched
 constexpr int64_t kPackedAtOnce = 2 << 20;      // floats that are packed at a time: part of the L3 cache
-// The same if that is too little to keep the threads busy: 32 MiB, which the calling thread keeps, or what is packed of
-// one head: K, in tiles three times as much for K and V.
+// The same if that is too little to keep the threads busy: 32 MiB, which the calling thread keeps, or one head's K.
 constexpr int64_t kPackedAtMost = 8 << 20;
 
 thread_local Scratch<float> packed_scratch;  // the calling thread's: packed K, read by all threads
@@ -148,7 +154,7 @@ class Attention {
     }
   }
 
-  // The same for tile registers, and the values in [`first`, `end`); both are packed from `first` on.
+  // The same for tile registers, and the values in [`first`, `end`).
   void pack_tiles(int64_t b, int64_t kv_head, const Sequence& sequence, int64_t first, int64_t end, uint32_t* keys,
                   uint32_t* values) const {
     const int64_t dim = s.head_dim, place = cached(b, kv_head), words = block_words<Number>(dim);
@@ -190,65 +196,116 @@ class Attention {
     score(queries, row, count, keys, scores, sequence.stride);
     float inverse[kRowsOfTask];
     for (int r = 0; r < count; r++) {
-      inverse[r] = exponentiate(scores + r * sequence.stride, row[r].from, row[r].to, sink(kv_head, first + r));
+      Softmax softmax{sink(kv_head, first + r), 0.0f};
+      const float rest = exponentiate(scores + r * sequence.stride, row[r].from, row[r].to, softmax);
+      inverse[r] = 1.0f / (softmax.sum + rest);
     }
     add_values(row, count, keys, scores, sequence.stride, outputs);
     for (int r = 0; r < count; r++) scale(outputs[r], inverse[r], kv_head, outputs[r]);
   }
 
-  // The same in tile registers, at most kRowsInTiles; `keys` and `values` are packed from `base` on.
-  void attend_tiles(int64_t b, int64_t kv_head, const Sequence& sequence, int64_t first, int64_t end,
-                    const uint32_t* keys, const uint32_t* values) const {
+  // The most rows of one head that `attend_tiles` takes.
+  int64_t rows_in_tiles() const {
+    return std::clamp(kNumbersInTiles / s.head_dim / kTileRows * kTileRows, kTileRows, kRowsInTiles);
+  }
+
+  // The same in tile registers, at most `rows_in_tiles` and kKeysScored keys at a time, from multiples of these on.
+  void attend_tiles(int64_t b, int64_t kv_head, const Sequence& sequence, int64_t first, int64_t end) const {
     if (!clear_outputs(b, kv_head, sequence, first, end)) return;
-    const int64_t dim = s.head_dim, stride = sequence.stride, words = block_words<Number>(dim);
-    const int count = static_cast<int>(end - first), padded = static_cast<int>(round_up(count, kTileRows));
-    const int64_t part = padded * dim;
-    KeyRange row[kRowsInTiles];
-    float* sums = task_scratch.at_least(part + padded * stride + kParts * (part + kTileRows * kGroup) / 2);
-    float* scores = sums + part;
-    uint16_t* queries = reinterpret_cast<uint16_t*>(scores + padded * stride);
-    uint16_t* weights = queries + kParts * part;
-    for (int r = 0; r < count; r++) row[r] = load_query(b, kv_head, sequence, first + r, sums + r * dim);
-    std::fill(sums + count * dim, sums + part, 0.0f);
-    write_parts(sums, part, queries, part);
+    const int64_t dim = s.head_dim, block = kKeysScored / kLanes * block_words<Number>(dim);
+    TileRows rows;
+    rows.count = static_cast<int>(end - first);
+    rows.part = round_up(rows.count, kTileRows) * dim;
+    rows.sums = task_scratch.at_least(rows.part + kRowsScored * kStride + 2 * block +
+                                      kParts * (rows.part + kTileRows * kGroup) / 2);
+    rows.scores = rows.sums + rows.part;
+    uint32_t* keys = reinterpret_cast<uint32_t*>(rows.scores + kRowsScored * kStride);
+    uint32_t* values = keys + block;
+    rows.queries = reinterpret_cast<uint16_t*>(values + block);
+    rows.weights = rows.queries + kParts * rows.part;
+    for (int r = 0; r < rows.count; r++) {
+      const KeyRange range = load_query(b, kv_head, sequence, first + r, rows.sums + r * dim);
+      rows.range[r] = {range.from + sequence.base, range.to + sequence.base};
+      rows.softmax[r] = {sink(kv_head, first + r), 0.0f};
+    }
+    std::fill(rows.sums + rows.count * dim, rows.sums + rows.part, 0.0f);
+    write_parts(rows.sums, rows.part, rows.queries, rows.part);
+    std::fill(rows.sums, rows.sums + rows.part, 0.0f);
 
     FloatTiles tiles;
-    // Calls `use(first row, blocks)` for each 16 rows and the blocks from key `k` on that any of them attends to.
-    const auto for_rows = [&](int64_t k, int64_t block, const auto& use) {
-      for (int r = 0; r < count; r += kTileRows) {
-        const int64_t to = std::min(row[std::min<int>(r + kTileRows, count) - 1].to, k + kGroup);
-        if (to > k && row[r].from < k + kGroup) use(r, (to - k + block - 1) / block);
+    const int64_t last = rows.range[rows.count - 1].to;
+    for (int64_t k = rows.range[0].from / kAtOnce * kAtOnce, next; k < last; k = next) {
+      next = (k / kKeysScored + 1) * kKeysScored;
+      pack_tiles(b, kv_head, sequence, k, std::min(next, last), keys, values);
+      for (int r = 0; r < rows.count; r += kRowsScored) {
+        add_keys(tiles, rows, r, std::min<int>(r + kRowsScored, rows.count), {k, std::min(next, last)}, keys, values);
       }
-    };
-    for (int64_t k = row[0].from / kLanes * kLanes; k < row[count - 1].to; k += kGroup) {
-      for_rows(k, kLanes, [&](int r, int64_t blocks) {
-        kScoreTiles<Number>[blocks - 1](tiles, queries + r * dim, part, keys + k / kLanes * words, dim,
-                                        scores + r * stride + k, stride);
-      });
     }
-    float inverse[kRowsInTiles];
-    for (int r = 0; r < count; r++) {
-      inverse[r] = exponentiate(scores + r * stride, row[r].from, row[r].to, sink(kv_head, first + r));
+    for (int r = 0; r < rows.count; r++) {
+      const Softmax& softmax = rows.softmax[r];
+      const float inverse = 1.0f / (softmax.sum + power_of_two(sink(kv_head, first + r) - softmax.largest));
+      scale(rows.sums + r * dim, inverse, kv_head, output(b, kv_head, first + r));
     }
-    std::fill(sums, sums + part, 0.0f);
-    for (int64_t k = row[0].from / kAtOnce * kAtOnce; k < row[count - 1].to; k += kGroup) {
-      for_rows(k, kAtOnce, [&](int r, int64_t blocks) {
-        for (int i = 0; i < kTileRows; i++) {
-          const KeyRange range = r + i < count ? row[r + i] : KeyRange{};
-          write_weights(scores + (r + i) * stride, k, k + blocks * kAtOnce, range.from, range.to, weights + i * kGroup);
-        }
-        for (int64_t d = 0; d < dim; d += kSums * kLanes) {
-          kWeighTiles<Number>[std::min<int64_t>((dim - d) / kLanes, kSums) - 1](
-              tiles, weights, values + k / kLanes * words + d * kLanes, blocks, dim, sums + r * dim + d);
-        }
-      });
-    }
-    for (int r = 0; r < count; r++) scale(sums + r * dim, inverse[r], kv_head, output(b, kv_head, first + r));
   }
 
  private:
   static constexpr bool kIsRounded = !std::is_same_v<Number, float>;
   static constexpr float kNoSink = -std::numeric_limits<float>::infinity();  // has weight 0
+
+  // The rows of a task in tile registers.
+  struct TileRows {
+    int count;
+    int64_t part;       // numbers of a part of all queries
+    float* sums;        // [count, D]
+    float* scores;      // [kRowsScored, kStride]
+    uint16_t* queries;  // parts of [count, D]
+    uint16_t* weights;  // parts of [kTileRows, kGroup]
+    KeyRange range[kRowsInTiles];
+    Softmax softmax[kRowsInTiles];
+  };
+
+  // Adds what rows [`first`, `end`) attend to among packed keys, at most kKeysScored.
+  void add_keys(FloatTiles& tiles, TileRows& rows, int first, int end, KeyRange among, const uint32_t* keys,
+                const uint32_t* values) const {
+    const int64_t dim = s.head_dim, words = block_words<Number>(dim), length = among.to - among.from;
+    const auto seen = [&](int r) {
+      return KeyRange{std::max(rows.range[r].from - among.from, int64_t{0}),
+                      std::min(rows.range[r].to - among.from, length)};
+    };
+    const auto scores = [&](int r) { return rows.scores + (r - first) * kStride; };
+    // Calls `use(first row, blocks)` for each 16 rows and the blocks from key `k` on that any of them attends to.
+    const auto for_rows = [&](int64_t k, int64_t block, const auto& use) {
+      for (int r = first; r < end; r += kTileRows) {
+        const int64_t to = std::min(seen(std::min<int>(r + kTileRows, end) - 1).to, k + kGroup);
+        if (to > k && seen(r).from < k + kGroup) use(r, (to - k + block - 1) / block);
+      }
+    };
+    for (int64_t k = 0; k < length; k += kGroup) {
+      for_rows(k, kLanes, [&](int r, int64_t blocks) {
+        kScoreTiles<Number>[blocks - 1](tiles, rows.queries + r * dim, rows.part, keys + k / kLanes * words, dim,
+                                        scores(r) + k, kStride);
+      });
+    }
+    for (int r = first; r < end; r++) {
+      const KeyRange range = seen(r);
+      if (range.from >= range.to) continue;
+      const float factor = exponentiate(scores(r), range.from, range.to, rows.softmax[r]);
+      if (factor == 1.0f) continue;
+      for (int64_t d = 0; d < dim; d++) rows.sums[r * dim + d] *= factor;
+    }
+    for (int64_t k = 0; k < length; k += kGroup) {
+      for_rows(k, kAtOnce, [&](int r, int64_t blocks) {
+        for (int i = 0; i < kTileRows; i++) {
+          const KeyRange range = r + i < end ? seen(r + i) : KeyRange{};
+          write_weights(scores(r + i), k, k + blocks * kAtOnce, range.from, range.to, rows.weights + i * kGroup);
+        }
+        for (int64_t d = 0; d < dim; d += kSums * kLanes) {
+          kWeighTiles<Number>[std::min<int64_t>((dim - d) / kLanes, kSums) - 1](
+              tiles, rows.weights, values + k / kLanes * words + d * kLanes, blocks, dim, rows.sums + r * dim + d);
+        }
+      });
+    }
+  }
 
   KeyRange visible(const Sequence& sequence, int64_t i) const {
     if (!s.appends) return {0, sequence.length};
@@ -444,27 +501,37 @@ void attend(const Parallel& parallel, const AttentionShape& shape, const Attenti
     return;
   }
 
-  const bool in_tiles =
-      shape.appends && shape.new_tokens >= kTokensForTiles && shape.head_dim % kAtOnce == 0 && has_tiles();
-  const int64_t tile = in_tiles ? kTileRows : kTile, most_rows = in_tiles ? kRowsInTiles : kRowsOfTask;
-  int64_t most_keys = kAtOnce, longest_row = kLanes;
+  if (shape.appends && shape.new_tokens >= kTokensForTiles && shape.head_dim % kAtOnce == 0 && has_tiles()) {
+    // Each task packs the keys for itself: few tasks, unless that is too few to keep threads busy.
+    const int64_t share = round_up(rows * shape.batch * heads / kTasksInTiles, kTileRows);
+    const int64_t most = std::min(attention.rows_in_tiles(), std::max(share, kRowsScored));
+    const int64_t tasks = (rows + most - 1) / most;
+    parallel(shape.batch * heads, [&](size_t index) {
+      const Sequence sequence = attention.sequence(index / heads);
+      attention.append(index / heads, index % heads, sequence, 0, sequence.length);
+    });
+    parallel(shape.batch * heads * tasks, [&](size_t index) {
+      const int64_t pair = index / tasks, b = pair / heads, first = (tasks - 1 - index % tasks) * most;
+      attention.attend_tiles(b, pair % heads, attention.sequence(b), first, std::min(first + most, rows));
+    });
+    return;
+  }
+
+  int64_t most_keys = kLanes, longest_row = kLanes;
   for (int64_t b = 0; b < shape.batch; b++) {
     const Sequence sequence = attention.sequence(b);
-    most_keys = std::max(most_keys, round_up(sequence.length - sequence.base, kAtOnce));
+    most_keys = std::max(most_keys, round_up(sequence.length - sequence.base, kLanes));
     longest_row = std::max(longest_row, sequence.stride);
   }
   const int64_t pairs = shape.batch * heads;  // (row of the batch, head): each has its own keys
-  // In tile registers keys and values are packed, in parts of half a float.
-  const int64_t packed_size = product(most_keys, in_tiles ? kPartsOf<Number> * shape.head_dim : shape.head_dim);
+  const int64_t packed_size = product(most_keys, shape.head_dim);
   const int64_t packings = (most_keys + kKeysOfPacking - 1) / kKeysOfPacking;
-  const int64_t task_rows = std::clamp<int64_t>(kScoresOfTask / longest_row / tile * tile, tile, most_rows);
+  const int64_t task_rows = std::clamp<int64_t>(kScoresOfTask / longest_row / kTile * kTile, kTile, kRowsOfTask);
   const int64_t tasks = (rows + task_rows - 1) / task_rows;
   // As many pairs as fit the cache, or as keep the threads busy, within the memory limit.
   const int64_t wanted = std::max(kPackedAtOnce / packed_size, (kMaxTasks + tasks - 1) / tasks);
   const int64_t at_once = std::clamp<int64_t>(std::min(wanted, kPackedAtMost / packed_size), 1, pairs);
   float* const packed = packed_scratch.at_least(product(at_once, packed_size));
-  const auto keys = [=](int64_t place) { return reinterpret_cast<uint32_t*>(packed + place * packed_size); };
-  const auto values = [=](int64_t place) { return keys(place) + packed_size / 2; };
 
   for (int64_t begin = 0; begin < pairs; begin += at_once) {
     const int64_t count = std::min(at_once, pairs - begin);
@@ -474,22 +541,13 @@ void attend(const Parallel& parallel, const AttentionShape& shape, const Attenti
       const int64_t base = sequence.base, offset = index % packings * kKeysOfPacking;
       const int64_t from = base + offset, to = std::min(from + kKeysOfPacking, sequence.length);
       attention.append(b, head, sequence, from, to);
-      if (in_tiles) {
-        const int64_t words = offset / kLanes * block_words<Number>(shape.head_dim);
-        attention.pack_tiles(b, head, sequence, from, to, keys(place) + words, values(place) + words);
-      } else {
-        attention.pack_keys(b, head, sequence, from, to, packed + place * packed_size + offset * shape.head_dim);
-      }
+      attention.pack_keys(b, head, sequence, from, to, packed + place * packed_size + offset * shape.head_dim);
     });
     parallel(count * tasks, [&](size_t index) {
       const int64_t place = index / tasks, pair = begin + place, b = pair / heads, head = pair % heads;
       const int64_t first = (tasks - 1 - index % tasks) * task_rows;  // the longest first, for even load
       const int64_t end = std::min(first + task_rows, rows);
-      if (in_tiles) {
-        attention.attend_tiles(b, head, attention.sequence(b), first, end, keys(place), values(place));
-      } else {
-        attention.attend(b, head, attention.sequence(b), first, end, packed + place * packed_size);
-      }
+      attention.attend(b, head, attention.sequence(b), first, end, packed + place * packed_size);
     });
   }
 }

@@ -245,14 +245,21 @@ void score_tile(const float* queries, const float* packed, int64_t dim, float* s
   for (int r = 0; r < kTile; r++) _mm512_store_ps(scores + r * stride, sums.row[r]);
 }
 
-// Replaces a row's scores in [`from`, `to`) by their exponentials, relative to the largest; returns the inverse of
-// their sum, the sink's included. Other scores of the first and the last block become 0.
-float exponentiate(float* scores, int64_t from, int64_t to, float sink) {
+// A row's softmax over the keys so far: the largest score, a sink's included, and the sum of exponentials relative to it,
+// without the sink's.
+struct Softmax {
+  float largest;
+  float sum;
+};
+
+// Replaces a row's scores in [`from`, `to`) by their exponentials, relative to the largest so far; returns by what those
+// of earlier keys are to be multiplied. Other scores of the first and the last block become 0.
+float exponentiate(float* scores, int64_t from, int64_t to, Softmax& softmax) {
   const int64_t first = from / kLanes * kLanes, end = round_up(to, kLanes);
   const Vec masked = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
   _mm512_mask_store_ps(scores + first, static_cast<__mmask16>((1u << (from - first)) - 1), masked);
   _mm512_mask_store_ps(scores + end - kLanes, static_cast<__mmask16>(0xFFFFu << (to - end + kLanes)), masked);
-  Vec largest = _mm512_set1_ps(sink);
+  Vec largest = _mm512_set1_ps(softmax.largest);
   for (int64_t k = first; k < end; k += kLanes) largest = _mm512_max_ps(largest, _mm512_load_ps(scores + k));
   largest = _mm512_set1_ps(_mm512_reduce_max_ps(largest));
   Vec sum = _mm512_setzero_ps();
@@ -261,8 +268,9 @@ float exponentiate(float* scores, int64_t from, int64_t to, float sink) {
     _mm512_store_ps(scores + k, weight);
     sum = _mm512_add_ps(sum, weight);
   }
-  const Vec rest = power_of_two(_mm512_sub_ps(_mm512_set1_ps(sink), largest));
-  return 1.0f / (_mm512_reduce_add_ps(sum) + _mm512_cvtss_f32(rest));
+  const float now = _mm512_cvtss_f32(largest), factor = power_of_two(softmax.largest - now);
+  softmax = {now, softmax.sum * factor + _mm512_reduce_add_ps(sum)};
+  return factor;
 }
 
 // Adds `count` weighted values to the outputs of ROWS rows, VECS vectors wide.

@@ -22,4 +22,7 @@ inline __m512 power_of_two(__m512 x) {
   return _mm512_scalef_ps(power, whole);
 }
 
+// The same of one number.
+inline float power_of_two(float x) { return _mm512_cvtss_f32(power_of_two(_mm512_set1_ps(x))); }
+
 }  // namespace onward
