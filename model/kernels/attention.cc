@@ -53,8 +53,8 @@ constexpr int64_t kRowsOfTask = 48;             // query rows of one task at mos
 constexpr int64_t kRowsInTiles = 512;           // the same in tile registers: a multiple of kTileRows
 constexpr int64_t kNumbersInTiles = 32 * 1024;  // of these rows' queries at most: part of the L2 cache, with what follows
 constexpr int64_t kTasksInTiles = 8;            // tasks in tile registers, if there are rows for so many
-constexpr int64_t kRowsScored = 128;            // of these rows at a time
-constexpr int64_t kKeysScored = 256;            // keys that they are scored for at a time: whole groups
+constexpr int64_t kRowsScored = 64;             // of these rows at a time
+constexpr int64_t kKeysScored = 512;            // keys that they are scored for at a time: whole groups
 constexpr int64_t kStride = (kKeysScored / kLanes | 1) * kLanes;  // between the scores of two rows
 constexpr int64_t kScoresOfTask = 96 * 1024;    // floats for a task's scores: part of the L2 cache
 constexpr int64_t kValuesAtOnce = 64;           // keys whose values stay in the L1 cache for all rows
@@ -196,9 +196,10 @@ class Attention {
     score(queries, row, count, keys, scores, sequence.stride);
     float inverse[kRowsOfTask];
     for (int r = 0; r < count; r++) {
-      Softmax softmax{sink(kv_head, first + r), 0.0f};
-      const float rest = exponentiate(scores + r * sequence.stride, row[r].from, row[r].to, softmax);
-      inverse[r] = 1.0f / (softmax.sum + rest);
+      const float own = sink(kv_head, first + r);
+      Softmax softmax{own, 0.0f};
+      exponentiate(scores + r * sequence.stride, row[r].from, row[r].to, softmax);
+      inverse[r] = softmax.inverse(own);
     }
     add_values(row, count, keys, scores, sequence.stride, outputs);
     for (int r = 0; r < count; r++) scale(outputs[r], inverse[r], kv_head, outputs[r]);
@@ -242,8 +243,7 @@ class Attention {
       }
     }
     for (int r = 0; r < rows.count; r++) {
-      const Softmax& softmax = rows.softmax[r];
-      const float inverse = 1.0f / (softmax.sum + power_of_two(sink(kv_head, first + r) - softmax.largest));
+      const float inverse = rows.softmax[r].inverse(sink(kv_head, first + r));
       scale(rows.sums + r * dim, inverse, kv_head, output(b, kv_head, first + r));
     }
   }
@@ -268,16 +268,17 @@ class Attention {
   void add_keys(FloatTiles& tiles, TileRows& rows, int first, int end, KeyRange among, const uint32_t* keys,
                 const uint32_t* values) const {
     const int64_t dim = s.head_dim, words = block_words<Number>(dim), length = among.to - among.from;
-    const auto seen = [&](int r) {
-      return KeyRange{std::max(rows.range[r].from - among.from, int64_t{0}),
-                      std::min(rows.range[r].to - among.from, length)};
-    };
+    KeyRange seen[kRowsScored];
+    for (int r = first; r < end; r++) {
+      seen[r - first] = {std::max(rows.range[r].from - among.from, int64_t{0}),
+                         std::min(rows.range[r].to - among.from, length)};
+    }
     const auto scores = [&](int r) { return rows.scores + (r - first) * kStride; };
     // Calls `use(first row, blocks)` for each 16 rows and the blocks from key `k` on that any of them attends to.
     const auto for_rows = [&](int64_t k, int64_t block, const auto& use) {
       for (int r = first; r < end; r += kTileRows) {
-        const int64_t to = std::min(seen(std::min<int>(r + kTileRows, end) - 1).to, k + kGroup);
-        if (to > k && seen(r).from < k + kGroup) use(r, (to - k + block - 1) / block);
+        const int64_t to = std::min(seen[std::min<int>(r + kTileRows, end) - 1 - first].to, k + kGroup);
+        if (to > k && seen[r - first].from < k + kGroup) use(r, (to - k + block - 1) / block);
       }
     };
     for (int64_t k = 0; k < length; k += kGroup) {
@@ -287,7 +288,7 @@ class Attention {
       });
     }
     for (int r = first; r < end; r++) {
-      const KeyRange range = seen(r);
+      const KeyRange range = seen[r - first];
       if (range.from >= range.to) continue;
       const float factor = exponentiate(scores(r), range.from, range.to, rows.softmax[r]);
       if (factor == 1.0f) continue;
@@ -296,7 +297,7 @@ class Attention {
     for (int64_t k = 0; k < length; k += kGroup) {
       for_rows(k, kAtOnce, [&](int r, int64_t blocks) {
         for (int i = 0; i < kTileRows; i++) {
-          const KeyRange range = r + i < end ? seen(r + i) : KeyRange{};
+          const KeyRange range = r + i < end ? seen[r + i - first] : KeyRange{};
           write_weights(scores(r + i), k, k + blocks * kAtOnce, range.from, range.to, rows.weights + i * kGroup);
         }
         for (int64_t d = 0; d < dim; d += kSums * kLanes) {

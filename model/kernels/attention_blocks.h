@@ -250,6 +250,9 @@ void score_tile(const float* queries, const float* packed, int64_t dim, float* s
 struct Softmax {
   float largest;
   float sum;
+
+  // What the exponentials are multiplied by in the end.
+  float inverse(float sink) const { return 1.0f / (sum + power_of_two(sink - largest)); }
 };
 
 // Replaces a row's scores in [`from`, `to`) by their exponentials, relative to the largest so far; returns by what those
@@ -268,8 +271,9 @@ float exponentiate(float* scores, int64_t from, int64_t to, Softmax& softmax) {
     _mm512_store_ps(scores + k, weight);
     sum = _mm512_add_ps(sum, weight);
   }
-  const float now = _mm512_cvtss_f32(largest), factor = power_of_two(softmax.largest - now);
-  softmax = {now, softmax.sum * factor + _mm512_reduce_add_ps(sum)};
+  const float before = softmax.sum, now = _mm512_cvtss_f32(largest);
+  const float factor = before == 0.0f ? 1.0f : power_of_two(softmax.largest - now);  // before any key: nothing to multiply
+  softmax = {now, before * factor + _mm512_reduce_add_ps(sum)};
   return factor;
 }
 

@@ -110,17 +110,18 @@ def test_int4_products_by_tiles_have_the_bits_of_those_by_vectors(
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "rotary"), [(4, 4, 32, True), (6, 2, 64, False), (3, 1, 96, True), (2, 2, 128, False)]
 )
-@pytest.mark.parametrize(("window", "int8"), [(-1, False), (40, False), (-1, True), (150, True)])
+@pytest.mark.parametrize(("window", "int8"), [(-1, False), (40, False), (560, False), (-1, True), (150, True)])
 def test_attention_in_tiles_is_that_in_vectors_and_has_the_same_bits_in_any_long_chunks(
     library: Path, heads: int, kv_heads: int, dim: int, rotary: bool, window: int, int8: bool
 ) -> None:
     """K/V beyond a row's end, NaN here, have no effect."""
-    attention = AttentionCase(heads, kv_heads, dim, rotary=rotary, window=window, int8=int8)
+    attention = AttentionCase(heads, kv_heads, dim, rotary=rotary, window=window, int8=int8, positions=1100)
     by_tiles, one_thread = (open_tiles(library, attention.own_model, threads) for threads in (2, 1))
-    length, (packed,) = 330, attention.new_tokens(1, 330)
+    # Over three blocks of keys; a window of 560 begins within one and ends in the next.
+    length, (packed,) = 1100, attention.new_tokens(1, 1100)
 
     def run(session: ort.InferenceSession, *chunks: int) -> Float32:
-        cache, parts, begin = attention.cache(1, 400), [], 0
+        cache, parts, begin = attention.cache(1, 1200), [], 0
         for part in cache:
             part[:] = attention.nothing
         for chunk in chunks:
@@ -130,14 +131,14 @@ def test_attention_in_tiles_is_that_in_vectors_and_has_the_same_bits_in_any_long
         assert begin == length
         return np.concatenate(parts, axis=1)
 
-    vectors = run(by_tiles, 95, 95, 95, 45)
-    tiles = run(by_tiles, 128, 202)
+    vectors = run(by_tiles, *[95] * 11, 55)
+    tiles = run(by_tiles, 528, 572)
     np.testing.assert_allclose(tiles, vectors, rtol=2e-5, atol=2e-5)
     assert tiles.tobytes() != vectors.tobytes(), "tiles were used"
-    for chunks in ((330,), (96, 128, 106), (101, 229)):
+    for chunks in ((1100,), (96, 128, 700, 176), (511, 101, 488)):
         assert run(one_thread, *chunks).tobytes() == tiles.tobytes(), f"chunks of {chunks}"
     if kernels.has_tiles():
-        assert run(attention.own, 128, 202).tobytes() == tiles.tobytes(), "the double adds as the processor"
+        assert run(attention.own, 528, 572).tobytes() == tiles.tobytes(), "the double adds as the processor"
 
 
 @pytest.mark.parametrize("int8", [False, True])
