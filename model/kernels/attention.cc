@@ -6,14 +6,14 @@
 // Long chunks are a third way where the processor has tile registers (attention_tiles.h), in an order of its own: keys
 // come in blocks of kKeysScored, which stay in the L2 cache for all rows, and each block's softmax is relative to the
 // largest score so far (Milakov and Gimelshein, 2018). A token's output has the same bits in any chunk of at least
-// kTokensForTiles tokens. In all others:
+// kTokensForTiles tokens, padding included. In the first two ways:
 //
 //   - a dot product is 16 chains, chain c over dimensions c, c + 16, c + 32, ..., and then a tree over the chains;
 //   - a softmax sums in 16 lanes, key k in lane k % 16, in the order of keys, and then over the lanes;
 //   - an output adds up its values key by key, from the first visible key to the last.
 //
-// Masked keys have no effect: their scores are overwritten, their values never multiplied. (In tiles, values of the 32
-// keys around a token are multiplied by 0 where they are masked: a NaN among a chunk's values is also theirs.)
+// Masked keys have no effect: their scores are overwritten, their values never multiplied. (In tiles, values of up to 64
+// keys before a window and 32 after a token are multiplied by 0: a NaN among a request's values may reach them.)
 //
 // K/V in int8 are converted to floats as they are loaded, or once for many rows; both are exact. The scales of keys are
 // folded into the query, those of values into the last factor of the output.
@@ -24,6 +24,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <limits>
+#include <thread>
 #include <type_traits>
 
 #include "checked.h"
@@ -51,10 +52,9 @@ constexpr int64_t kRowsToPack = 16;             // least query rows of one K/V h
 constexpr int64_t kTokensForTiles = 96;         // least new tokens of a row that are computed in tile registers
 constexpr int64_t kRowsOfTask = 48;             // query rows of one task at most: a multiple of kTile
 constexpr int64_t kRowsInTiles = 512;           // the same in tile registers: a multiple of kTileRows
-constexpr int64_t kNumbersInTiles = 32 * 1024;  // of these rows' queries at most: part of the L2 cache, with what follows
-constexpr int64_t kTasksInTiles = 8;            // tasks in tile registers, if there are rows for so many
-constexpr int64_t kRowsScored = 64;             // of these rows at a time
-constexpr int64_t kKeysScored = 512;            // keys that they are scored for at a time: whole groups
+constexpr int64_t kNumbersInTiles = 32 * 1024;  // of these rows' queries at most: with the keys part of the L2 cache
+constexpr int64_t kRowsScored = 64;             // of these rows are scored at a time
+constexpr int64_t kKeysScored = 512;            // for so many keys: whole groups
 constexpr int64_t kStride = (kKeysScored / kLanes | 1) * kLanes;  // between the scores of two rows
 constexpr int64_t kScoresOfTask = 96 * 1024;    // floats for a task's scores: part of the L2 cache
 constexpr int64_t kValuesAtOnce = 64;           // keys whose values stay in the L1 cache for all rows
@@ -154,7 +154,7 @@ class Attention {
     }
   }
 
-  // The same for tile registers, and the values in [`first`, `end`).
+  // The same for tile registers, and the values in [`first`, `end`); `first` is a multiple of kAtOnce.
   void pack_tiles(int64_t b, int64_t kv_head, const Sequence& sequence, int64_t first, int64_t end, uint32_t* keys,
                   uint32_t* values) const {
     const int64_t dim = s.head_dim, place = cached(b, kv_head), words = block_words<Number>(dim);
@@ -210,7 +210,7 @@ class Attention {
     return std::clamp(kNumbersInTiles / s.head_dim / kTileRows * kTileRows, kTileRows, kRowsInTiles);
   }
 
-  // The same in tile registers, at most `rows_in_tiles` and kKeysScored keys at a time, from multiples of these on.
+  // The same in tile registers, at most `rows_in_tiles`. Blocks of keys end at multiples of kKeysScored.
   void attend_tiles(int64_t b, int64_t kv_head, const Sequence& sequence, int64_t first, int64_t end) const {
     if (!clear_outputs(b, kv_head, sequence, first, end)) return;
     const int64_t dim = s.head_dim, block = kKeysScored / kLanes * block_words<Number>(dim);
@@ -256,9 +256,9 @@ class Attention {
   struct TileRows {
     int count;
     int64_t part;       // numbers of a part of all queries
-    float* sums;        // [count, D]
+    float* sums;        // [count, padded to whole tiles, D]
     float* scores;      // [kRowsScored, kStride]
-    uint16_t* queries;  // parts of [count, D]
+    uint16_t* queries;  // parts of the same shape
     uint16_t* weights;  // parts of [kTileRows, kGroup]
     KeyRange range[kRowsInTiles];
     Softmax softmax[kRowsInTiles];
@@ -504,7 +504,8 @@ void attend(const Parallel& parallel, const AttentionShape& shape, const Attenti
 
   if (shape.appends && shape.new_tokens >= kTokensForTiles && shape.head_dim % kAtOnce == 0 && has_tiles()) {
     // Each task packs the keys for itself: few tasks, unless that is too few to keep threads busy.
-    const int64_t share = round_up(rows * shape.batch * heads / kTasksInTiles, kTileRows);
+    static const int64_t wanted = std::clamp<int64_t>(4 * std::thread::hardware_concurrency(), 8, kMaxTasks);
+    const int64_t share = round_up(rows * shape.batch * heads / wanted, kTileRows);
     const int64_t most = std::min(attention.rows_in_tiles(), std::max(share, kRowsScored));
     const int64_t tasks = (rows + most - 1) / most;
     parallel(shape.batch * heads, [&](size_t index) {

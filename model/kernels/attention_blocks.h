@@ -255,7 +255,7 @@ struct Softmax {
   float inverse(float sink) const { return 1.0f / (sum + power_of_two(sink - largest)); }
 };
 
-// Replaces a row's scores in [`from`, `to`) by their exponentials, relative to the largest so far; returns by what those
+// Replaces a row's scores in [`from`, `to`), at least one, by their exponentials, relative to the largest so far; returns by what those
 // of earlier keys are to be multiplied. Other scores of the first and the last block become 0.
 float exponentiate(float* scores, int64_t from, int64_t to, Softmax& softmax) {
   const int64_t first = from / kLanes * kLanes, end = round_up(to, kLanes);
@@ -272,7 +272,7 @@ float exponentiate(float* scores, int64_t from, int64_t to, Softmax& softmax) {
     sum = _mm512_add_ps(sum, weight);
   }
   const float before = softmax.sum, now = _mm512_cvtss_f32(largest);
-  const float factor = before == 0.0f ? 1.0f : power_of_two(softmax.largest - now);  // before any key: nothing to multiply
+  const float factor = before == 0.0f ? 1.0f : power_of_two(softmax.largest - now);  // nothing to multiply yet
   softmax = {now, before * factor + _mm512_reduce_add_ps(sum)};
   return factor;
 }

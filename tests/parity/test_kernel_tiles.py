@@ -108,7 +108,7 @@ def test_int4_products_by_tiles_have_the_bits_of_those_by_vectors(
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "rotary"), [(4, 4, 32, True), (6, 2, 64, False), (3, 1, 96, True), (2, 2, 128, False)]
+    ("heads", "kv_heads", "dim", "rotary"), [(4, 4, 32, True), (6, 2, 64, False), (3, 1, 96, True), (2, 1, 256, False)]
 )
 @pytest.mark.parametrize(("window", "int8"), [(-1, False), (40, False), (560, False), (-1, True), (150, True)])
 def test_attention_in_tiles_is_that_in_vectors_and_has_the_same_bits_in_any_long_chunks(
@@ -117,8 +117,9 @@ def test_attention_in_tiles_is_that_in_vectors_and_has_the_same_bits_in_any_long
     """K/V beyond a row's end, NaN here, have no effect."""
     attention = AttentionCase(heads, kv_heads, dim, rotary=rotary, window=window, int8=int8, positions=1100)
     by_tiles, one_thread = (open_tiles(library, attention.own_model, threads) for threads in (2, 1))
-    # Over three blocks of keys; a window of 560 begins within one and ends in the next.
+    # Over three blocks of keys, with ever larger scores; a window of 560 begins within one and ends in a later one.
     length, (packed,) = 1100, attention.new_tokens(1, 1100)
+    packed *= np.linspace(0.5, 2.0, length, dtype=np.float32)[:, None]
 
     def run(session: ort.InferenceSession, *chunks: int) -> Float32:
         cache, parts, begin = attention.cache(1, 1200), [], 0
@@ -143,9 +144,9 @@ def test_attention_in_tiles_is_that_in_vectors_and_has_the_same_bits_in_any_long
 
 @pytest.mark.parametrize("int8", [False, True])
 def test_rows_in_tiles_have_the_bits_that_they_have_alone(library: Path, int8: bool) -> None:
-    attention = AttentionCase(4, 2, 64, rotary=True, int8=int8)
+    attention = AttentionCase(4, 2, 64, rotary=True, int8=int8, positions=1100)
     session = open_tiles(library, attention.own_model)
-    new, cache, last = attention.new_tokens(3, 100), attention.cache(3, 300), [290, 120, 99]
+    new, cache, last = attention.new_tokens(3, 100), attention.cache(3, 1100), [1090, 560, 99]
     together = attention.run(session, new, cache, last)
     for row in range(3):
         rows = slice(row, row + 1)
