@@ -262,13 +262,18 @@ class _Tracer(Replayer):
         self._traced = {name: sorted({each.rows for each in found.values()}) for name, found in products.items()}
         self._trace = trace
         self._current: Step = ()
-        self._buffers: list[Mapping[str, Array]] = []
+        self._replayed: list[Any] = []
 
     def stored(self, scales: Mapping[str, Tensor]) -> list[tuple[str, Tensor, Tensor]]:
-        """Each buffer's name, scale and bytes `[rows, Hkv, longest, D]` after all cases, in the order of scales."""
+        """Each buffer's name, scale and bytes `[rows, Hkv, longest, D]` after all cases, in the order of scales.
+
+        Of sources without their padding, whose keys and values nothing reads.
+        """
         found = []
         for name, scale in scales.items():
-            rows = [torch.from_numpy(buffers[name][0].astype(np.float32)) for buffers in self._buffers]
+            ends = [row.source_length if name.startswith("cross") else None for row in self._replayed]
+            parts = [row.buffers[name][0][:, :end] for row, end in zip(self._replayed, ends, strict=True)]
+            rows = [torch.from_numpy(part.astype(np.float32)) for part in parts]
             # By position first, to be padded.
             padded = nn.utils.rnn.pad_sequence([row.transpose(0, 1) for row in rows], batch_first=True)
             found.append((name, scale, padded.transpose(1, 2)))
@@ -276,7 +281,7 @@ class _Tracer(Replayer):
 
     def _rows(self, case: GoldenCase) -> list[Any]:
         rows = super()._rows(case)
-        self._buffers += [row.buffers for row in rows]
+        self._replayed += rows
         return rows
 
     def _encode(self, sources: Sequence[npt.NDArray[np.int64]]) -> list[dict[str, Array]]:

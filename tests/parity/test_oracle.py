@@ -17,6 +17,7 @@ import torch
 from export import oracle, quantize
 from export.__main__ import main
 from export.oracle import MAX_ERROR, OracleError, check
+from export.replay import Replayer
 from model.nn import attention, layers
 from model.spec import artifact, golden
 from model.spec.artifact import KVPrecision, Precision
@@ -96,6 +97,23 @@ def test_a_graph_that_computes_something_else_is_refused_by_the_place(
     differ(monkeypatch, model, what)
     with pytest.raises(OracleError, match=r"the rows of layers\.\d|past_key_\d is"):
         check(folder, manifest, model, cases)
+
+
+def test_keys_and_values_of_a_sources_padding_decide_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    encode = Replayer._encode
+
+    def with_other_padding(self: Replayer, sources: Any) -> Any:
+        encoded = encode(self, sources)
+        for source, stored in zip(sources, encoded, strict=True):
+            for array in stored.values():
+                array[:, :, len(source) :] = 77
+        return encoded
+
+    monkeypatch.setattr(Replayer, "_encode", with_other_padding)
+    folder = tiny_artifact(ENCODER_DECODER, **INT4_KV8)
+    cases = golden.load(folder / artifact.GOLDEN)
+    assert any(len(source) % 2 for case in cases for source in case.sources)
+    check(folder, artifact.load(folder), random_model(tiny_config(ENCODER_DECODER)), cases)
 
 
 @pytest.mark.parametrize(
