@@ -13,7 +13,7 @@ import reprlib
 import secrets
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 _MAX_SHOWN = 80
 """Characters of a value in an error's text."""
@@ -234,7 +234,7 @@ class _Renderer(reprlib.Repr):
 
     def __init__(self) -> None:
         super().__init__()
-        self.maxlist = self.maxtuple = self.maxlong = _MAX_SHOWN
+        self.maxlist = self.maxtuple = self.maxlong = self.maxdict = _MAX_SHOWN
         self.maxlevel = 2
 
     def repr_str(self, value: str | bytes, level: int) -> str:  # noqa: ARG002
@@ -246,7 +246,10 @@ class _Renderer(reprlib.Repr):
         many = isinstance(value, Sized) and len(value) > _MAX_SHOWN
         return f"{len(value)} entries" if many else repr(value)  # type: ignore[arg-type]
 
-    repr_set = repr_frozenset = repr_dict = repr_instance  # type: ignore[assignment]
+    repr_set = repr_frozenset = repr_instance  # type: ignore[assignment]
+
+    def repr_dict(self, value: dict[Any, Any], level: int) -> str:
+        return f"{len(value)} entries" if len(value) > _MAX_SHOWN else super().repr_dict(value, level)
 
 
 _RENDERER = _Renderer()

@@ -37,14 +37,19 @@ _OK = 200
 _RETRY_SECONDS = 1.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Request:
-    """A call with its body; `body` is empty for GET, `name` is what follows a path that ends in a slash."""
+    """A call. `body` is empty for GET, and once it was taken; `name` is what follows a path that ends in a slash."""
 
     exchange: Exchange
     body: bytes
     name: str
     deadline: float | None
+
+    def take_body(self) -> bytes:
+        """The body, which is not kept: a long one must not live as long as its answer."""
+        body, self.body = self.body, b""
+        return body
 
     def time_remaining(self) -> float | None:
         """Seconds until the client's deadline, if it has one."""
@@ -188,8 +193,10 @@ class Calls:
                 except DeadlineExceeded:
                     exchange.is_last = True  # what is left of the body is not waited for
                     raise
+            request = Request(exchange, body, exchange.path[len(name) :], deadline)
+            del body
             async with exchange.watched():
-                return await route.handler(Request(exchange, body, exchange.path[len(name) :], deadline))
+                return await route.handler(request)
 
     async def _fail(self, exchange: Exchange, failure: Failure, max_seconds: float) -> None:
         """Sends an error; of a stream that has begun, as its last event."""

@@ -81,13 +81,15 @@ class Completions:
         prompt: str,
         names: Mapping[str, str],
     ) -> bytes:
+        num_bytes = len(request.body)
         async with within(request.deadline):
             values = await self.parsed(request)
         if values.get("max_completion_tokens") is not None:
             names = {**names, "stopping.max_tokens": "max_completion_tokens"}
         with self._generator.counting_refusal(_model(values)):
             async with within(request.deadline):
-                asked, call = await self._off_loop(len(request.body), self._decoded, values, decode, prompt, names)
+                asked, call = await self._off_loop(num_bytes, self._decoded, values, decode, prompt, names)
+        del values
         locating = nullcontext() if asked.tools is None else asked.tools.locating()
         with renaming(prompt, {**names, **asked.names}), locating:
             answer = kind(asked, call.sampling, self._models.resolve)
@@ -109,7 +111,7 @@ class Completions:
 
     async def parsed(self, request: Request) -> dict[str, Any]:
         """The body's JSON object."""
-        return await self._off_loop(len(request.body), parse, request.body)
+        return await self._off_loop(len(request.body), parse, request.take_body())
 
     async def encoded(self, parts: list[Part], build: Callable[[], Any]) -> bytes:
         """An answer built of these parts, off the event loop where they are many.

@@ -14,12 +14,17 @@ from service.transport.http.forms import VLLM, set_form
 from service.transport.http.thoughts import FIELD as THOUGHTS
 from service.transport.http.thoughts import KWARGS, ThinkingSwitch, decode_thinking, with_thoughts
 from service.transport.http.tools import FIELDS as TOOL_FIELDS
-from service.transport.http.tools import Tools, decode_calls, decode_tools
+from service.transport.http.tools import Arguments, Tools, decode_calls, decode_tools
+from service.transport.wire_limits import FREE
 
 CHAT_PATHS = {**PATHS, "max_completion_tokens": "stopping.max_tokens"}
 _OWN = ("stream", "stream_options", "return_token_ids", "logprobs", BEAMS, "response_format", *VLLM)
 # Labels of a request for its sender: checked, and of no effect on the answer.
 LABELS = ("user", "safety_identifier", "prompt_cache_key")
+MAX_LABEL = 512
+"""Characters of a label: a response keeps and repeats them."""
+MAX_MESSAGES = FREE
+"""Of a conversation, as over gRPC."""
 
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
@@ -128,8 +133,7 @@ def _finish(
     request: pb.GenerateRequest, values: Mapping[str, Any], paths: Mapping[str, str], num_top: int | None
 ) -> Asked:
     set_fields(request, values, paths)
-    for name in LABELS:
-        take(values, name, str, "a string")
+    take_labels(values)
     is_streamed = take(values, "stream", bool, "true or false") or False
     options = take(values, "stream_options", dict, "an object") or {}
     if options and not is_streamed:
@@ -151,6 +155,17 @@ def _finish(
     )
 
 
+def take_labels(values: Mapping[str, Any]) -> None:
+    """Checks the labels.
+
+    Raises:
+        InvalidRequest: naming the first that is wrong.
+    """
+    for name in LABELS:
+        if len(take(values, name, str, "a string") or "") > MAX_LABEL:
+            raise InvalidRequest(name, f"{len(values[name])} characters", f"must have at most {MAX_LABEL}")
+
+
 def add_messages(request: pb.GenerateRequest, value: Any, name: str, *, has_calls: bool = False) -> tuple[Message, ...]:
     """Adds a conversation; each content is text, or parts of it that are joined by line breaks, as vLLM does.
 
@@ -160,13 +175,16 @@ def add_messages(request: pb.GenerateRequest, value: Any, name: str, *, has_call
     messages = []
     if not isinstance(value, list) or not value:
         raise InvalidRequest(name, value, "must be a list of at least 1 message")
+    if len(value) > MAX_MESSAGES:
+        raise InvalidRequest(name, f"{len(value)} entries", f"must have at most {MAX_MESSAGES}")
+    arguments = Arguments()
     for index, each in enumerate(value):
         place = f"{name}[{index}]"
         if not isinstance(each, dict):
             raise InvalidRequest(place, each, "must be an object")
         own = _FIELDS_OF_CALLS.get(str(each.get("role")), ()) if has_calls else ()
         refuse_others(each, ("role", "content", *own), {}, _NOT_OF_MESSAGES, place)
-        calls = decode_calls(each, place) if "tool_calls" in own else ()
+        calls = decode_calls(each, place, arguments) if "tool_calls" in own else ()
         message = request.chat.messages.add()
         set_text(message, "role", each.get("role"), f"{place}.role")
         content = text_of(each.get("content"), f"{place}.content")

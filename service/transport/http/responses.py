@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from model.spec.chat import ROLES, Message
@@ -15,10 +14,11 @@ from service.generator import Finished, Outcome, Part, Piece
 from service.transport.http.answers import Answer, Values, content_logprobs, usage
 from service.transport.http.fields import PATHS, refuse_others, set_field, set_fields, set_text, take
 from service.transport.http.forms import VLLM, set_form
-from service.transport.http.requests import LABELS, Asked, text_of, with_tools
-from service.transport.http.thoughts import KWARGS, decode_thinking, with_thoughts
+from service.transport.http.requests import LABELS, MAX_LABEL, MAX_MESSAGES, Asked, take_labels, text_of, with_tools
+from service.transport.http.thoughts import KWARGS, decode_thinking
 from service.transport.http.tools import FIELDS as TOOL_FIELDS
-from service.transport.http.tools import CallParser, decode_tools, described_call
+from service.transport.http.tools import Arguments, CallParser, decode_tools, described_call
+from service.transport.http.turns import Turns
 
 LOGPROBS = "message.output_text.logprobs"
 _INCLUDED = (LOGPROBS, "reasoning.encrypted_content")
@@ -81,8 +81,7 @@ def decode_response(values: Mapping[str, Any]) -> Asked:
     if num_top is not None:
         set_field(request, "response.logprobs", "top_logprobs", num_top)
     set_fields(request, values, RESPONSE_PATHS)
-    for name in LABELS:
-        take(values, name, str, "a string")
+    take_labels(values)
     is_streamed = take(values, "stream", bool, "true or false") or False
     options = take(values, "stream_options", dict, "an object") or {}
     refuse_others(options, (), {"include_obfuscation": (False,)}, (), "stream_options")
@@ -116,8 +115,10 @@ def _num_top(values: Mapping[str, Any]) -> int | None:
 
 def _echoed(values: Mapping[str, Any]) -> Values:
     metadata = take(values, "metadata", dict, "an object") or {}
-    if len(metadata) > _MAX_METADATA or not all(isinstance(each, str) for each in metadata.values()):
-        raise InvalidRequest("metadata", metadata, f"must have at most {_MAX_METADATA} entries, all strings")
+    texts = [*metadata, *metadata.values()]
+    if len(metadata) > _MAX_METADATA or not all(isinstance(each, str) and len(each) <= MAX_LABEL for each in texts):
+        limit = f"must have at most {_MAX_METADATA} entries, all strings of at most {MAX_LABEL} characters"
+        raise InvalidRequest("metadata", metadata, limit)
     names = ("instructions", "max_output_tokens", "reasoning", *LABELS)
     return {**{name: values.get(name) for name in names}, "metadata": metadata, **_forms(values)}
 
@@ -138,39 +139,30 @@ def _add_input(request: pb.GenerateRequest, value: Any) -> list[Message]:
         return [Message("user", value)]
     if not isinstance(value, list) or not value:
         raise InvalidRequest("input", value, "must be a text, or a list of at least 1 message")
-    messages: list[Message] = []
-    has_thoughts = False  # the last message, of which a text or calls may follow
+    if len(value) > MAX_MESSAGES:
+        raise InvalidRequest("input", f"{len(value)} entries", f"must have at most {MAX_MESSAGES}")
+    turns, arguments = Turns(request), Arguments()
     for index, each in enumerate(value):
         place = f"input[{index}]"
         if not isinstance(each, dict):
             raise InvalidRequest(place, each, "must be an object")
         kind = each.get("type", "message")
-        had_thoughts, has_thoughts = has_thoughts, kind == "reasoning"
-        if has_thoughts:
+        if kind == "reasoning":
             refuse_others(each, ("type", "id", "content", "status"), {"summary": ([],)}, ("encrypted_content",), place)
-            message = pb.ChatMessage(role="assistant")
             thoughts = "" if each.get("content") is None else text_of(each["content"], f"{place}.content", (_THOUGHTS,))
+            message = pb.ChatMessage()
             set_text(message, "content", thoughts, f"{place}.content")
-            if not message.content:
-                has_thoughts = had_thoughts
-                continue
-            message.content = with_thoughts(message.content, "")
-            _add_message(request, messages, message, is_more=had_thoughts)
+            turns.add_thoughts(message.content)
             continue
         if kind == "function_call":
             refuse_others(each, ("type", "id", "call_id", "name", "arguments", "status"), {}, (), place)
-            call = described_call(each.get("call_id"), each, place, place)
-            before = messages.pop() if messages and messages[-1].role == "assistant" else Message("assistant", "")
-            messages.append(replace(before, tool_calls=(*before.tool_calls, call)))
-            # gRPC's message has no calls: `with_tools` replaces the conversation.
-            request.chat.messages.add(role="assistant")
+            turns.add_call(described_call(each.get("call_id"), each, place, place, arguments))
             continue
         if kind == "function_call_output":
             refuse_others(each, ("type", "id", "call_id", "output", "status"), {}, (), place)
-            message = request.chat.messages.add(role="tool")
+            message = pb.ChatMessage(role="tool")
             set_text(message, "content", text_of(each.get("output"), f"{place}.output", _TEXTS), f"{place}.output")
-            call_id = take(each, "call_id", str, "a string") or ""
-            messages.append(Message("tool", message.content, (), call_id))
+            turns.add(message, take(each, "call_id", str, "a string") or "")
             continue
         if kind != "message":
             kinds = "message, reasoning, function_call or function_call_output"
@@ -181,19 +173,8 @@ def _add_input(request: pb.GenerateRequest, value: Any) -> list[Message]:
             raise InvalidRequest(f"{place}.role", each.get("role"), f"must be one of {', '.join(ROLES)}")
         message = pb.ChatMessage(role=each["role"])
         set_text(message, "content", text_of(each.get("content"), f"{place}.content", _TEXTS), f"{place}.content")
-        _add_message(request, messages, message, is_more=had_thoughts and message.role == "assistant")
-    return messages
-
-
-def _add_message(
-    request: pb.GenerateRequest, messages: list[Message], message: pb.ChatMessage, *, is_more: bool
-) -> None:
-    """Adds a message; one that `is_more` goes on with the last, which has thoughts."""
-    if is_more:
-        message.content = messages.pop().content + message.content
-        del request.chat.messages[-1]
-    request.chat.messages.append(message)
-    messages.append(Message(message.role, message.content))
+        turns.add(message)
+    return turns.messages()
 
 
 class ResponseAnswer(Answer):

@@ -29,6 +29,9 @@ Values = dict[str, Any]
 
 FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
 _MAX_TOOLS = 128
+# Of the arguments of all earlier calls, and of each: lists and objects, and what separates their entries.
+_MAX_ELEMENTS = 16384
+_MAX_DEPTH = 64
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 CALL_TAG, _END_TAG = "<tool_call>", "</tool_call>"
 _HEAD = re.compile(r'\s*\{"name": "([a-zA-Z0-9_-]+)", "arguments": ')
@@ -203,7 +206,38 @@ def _function(tool: Any, place: str, *, is_nested: bool) -> Function:
     return Function(name, described, f"{place}.parameters")
 
 
-def decode_calls(message: Mapping[str, Any], place: str) -> tuple[Values, ...]:
+class Arguments:
+    """Parses the arguments of a request's earlier calls: with a bounded number of elements, all together, and depth."""
+
+    def __init__(self) -> None:
+        self._num_left = _MAX_ELEMENTS
+
+    def parse(self, text: Any, field: str) -> Values:
+        """One call's.
+
+        Raises:
+            InvalidRequest: when it is not the text of a JSON object, or exceeds a bound.
+        """
+        # Those within texts are counted, too.
+        self._num_left -= sum(map(text.count, ",[{")) if isinstance(text, str) else 0
+        if self._num_left < 0:
+            raise InvalidRequest(field, f"{len(text)} characters", f"must have at most {_MAX_ELEMENTS} elements in all")
+        try:
+            found = json.loads(text)
+        except (TypeError, ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict):
+            raise InvalidRequest(field, text, "must be the text of a JSON object")
+        level: list[Any] = [found]
+        for _ in range(_MAX_DEPTH):
+            inner = (each.values() if isinstance(each, dict) else each for each in level)
+            level = [each for values in inner for each in values if isinstance(each, dict | list)]
+            if not level:
+                return found
+        raise InvalidRequest(field, f"{len(text)} characters", f"must nest at most {_MAX_DEPTH} deep")
+
+
+def decode_calls(message: Mapping[str, Any], place: str, arguments: Arguments) -> tuple[Values, ...]:
     """The calls of an assistant's earlier message, for the template: their arguments are objects there.
 
     Raises:
@@ -221,23 +255,18 @@ def decode_calls(message: Mapping[str, Any], place: str) -> tuple[Values, ...]:
         if not isinstance(function, dict):
             raise InvalidRequest(f"{where}.function", function, "must be an object")
         refuse_others(function, ("name", "arguments"), {}, (), f"{where}.function")
-        calls.append(described_call(each.get("id"), function, where, f"{where}.function"))
+        calls.append(described_call(each.get("id"), function, where, f"{where}.function", arguments))
     return tuple(calls)
 
 
-def described_call(call_id: Any, function: Mapping[str, Any], where: str, inner: str) -> Values:
+def described_call(call_id: Any, function: Mapping[str, Any], where: str, inner: str, arguments: Arguments) -> Values:
     """One earlier call as templates have it."""
     name = function.get("name")
     for field, value in ((f"{where}.id", call_id), (f"{inner}.name", name)):
         if not isinstance(value, str):
             raise InvalidRequest(field, value, "must be a string")
-    try:
-        arguments = json.loads(function["arguments"])
-    except (KeyError, TypeError, ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise InvalidRequest(f"{inner}.arguments", function.get("arguments"), "must be the text of a JSON object")
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    parsed = arguments.parse(function.get("arguments"), f"{inner}.arguments")
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": parsed}}
 
 
 def extra_bytes(tools: Tools | None, messages: tuple[Message, ...]) -> int:
