@@ -237,20 +237,29 @@ async def test_an_encoder_decoder_answers_completions_and_refuses_chat() -> None
             await client.chat.completions.create(messages=MESSAGES, **OPTIONS)
 
 
-async def test_a_partial_answer_at_the_deadline_says_so() -> None:
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("chat/completions", {"messages": MESSAGES, "max_tokens": 3}),
+        ("responses", {"input": "ab", "max_output_tokens": 3}),
+    ],
+)
+async def test_a_partial_answer_at_the_deadline_says_so(path: str, asked: dict[str, Any]) -> None:
     gate = Gate()
     async with serving(runner=FakeRunner(SLOTS, before_run=gate), admission=Admission.OFF) as server:
-        fields = {"messages": MESSAGES, "max_tokens": 3, "partial_on_deadline": True, "timeout_seconds": 0.2}
         with gate.closed():
-            asked = asyncio.create_task(ask(server, "/v1/chat/completions", fields))
+            fields = {**asked, "partial_on_deadline": True, "timeout_seconds": 0.2}
+            sent = asyncio.create_task(ask(server, f"/v1/{path}", fields))
             await gate.until_entered()
             await asyncio.sleep(0.3)
-        answer = await asked
+        answer = await sent
         assert answer.status == 200
-        assert (answer.json["choices"][0]["finish_reason"], answer.json["choices"][0]["ended_by_deadline"]) == (
-            "length",
-            True,
-        )
+        (end,) = answer.json.get("choices", [answer.json])
+        assert end["ended_by_deadline"] is True
+        assert end.get("finish_reason", "length") == "length"
+        assert end.get("status", "incomplete") == "incomplete"
+        whole = (await ask(server, f"/v1/{path}", asked)).json
+        assert "ended_by_deadline" not in whole.get("choices", [whole])[0]
 
 
 async def test_an_unexpected_error_is_an_id_and_the_log_has_the_rest(

@@ -88,7 +88,7 @@ class Completions:
             names = {**names, "stopping.max_tokens": "max_completion_tokens"}
         with self._generator.counting_refusal(_model(values)):
             async with within(request.deadline):
-                asked, call = await self._off_loop(num_bytes, self._decoded, values, decode, prompt, names)
+                asked, call = await self.off_loop(num_bytes, self._decoded, values, decode, prompt, names)
         del values
         locating = nullcontext() if asked.tools is None else asked.tools.locating()
         with renaming(prompt, {**names, **asked.names}), locating:
@@ -111,7 +111,7 @@ class Completions:
 
     async def parsed(self, request: Request) -> dict[str, Any]:
         """The body's JSON object."""
-        return await self._off_loop(len(request.body), parse, request.take_body())
+        return await self.off_loop(len(request.body), parse, request.take_body())
 
     async def encoded(self, parts: list[Part], build: Callable[[], Any]) -> bytes:
         """An answer built of these parts, off the event loop where they are many.
@@ -122,7 +122,7 @@ class Completions:
         pieces = [part for part in parts if isinstance(part, Piece)]
         num_bytes = sum(len(each.text) + _TOKEN_BYTES * len(each.token_ids) for each in pieces)
         num_bytes += sum(_LOGPROB_BYTES * (1 + len(own.top_token_ids)) for each in pieces for own in each.logprobs)
-        data = await self._off_loop(num_bytes, lambda: encode(build()))
+        data = await self.off_loop(num_bytes, lambda: encode(build()))
         if len(data) > self._max_answer_bytes:
             raise AnswerTooLarge(len(data), self._max_answer_bytes)
         return data
@@ -150,8 +150,8 @@ class Completions:
                 call = replace(call, prompt=Conversation(asked.messages, tools, size, asked.enable_thinking))
             return asked, call
 
-    async def _off_loop(self, num_bytes: int, work: Callable[..., _Result], *arguments: object) -> _Result:
-        """Runs short work here, long work on a thread."""
+    async def off_loop(self, num_bytes: int, work: Callable[..., _Result], *arguments: object) -> _Result:
+        """Runs work on so long a body or answer: short work here, long work on a thread."""
         if num_bytes <= LONG_BYTES:
             return work(*arguments)
         return await self._texts.run(current_caller().tenant, num_bytes, work, *arguments)

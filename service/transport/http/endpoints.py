@@ -100,19 +100,24 @@ class _Texts:
 
     async def tokenize(self, request: Request) -> bytes:
         """`/tokenize`: a text, or a conversation by the model's template."""
+        num_body_bytes = len(request.body)
         values = await self._completions.parsed(request)
         refuse_others(values, ("model", "prompt", "messages", "add_special_tokens", "return_token_strs"), {}, ())
         model = self._models.resolve(take(values, "model", str, "a string") or "")
         is_bare = take(values, "add_special_tokens", bool, "true or false") is False
         has_strings = take(values, "return_token_strs", bool, "true or false") or False
-        message = pb.GenerateRequest()
-        if values.get("messages") is not None:
+
+        def decode() -> str | Conversation:
+            message = pb.GenerateRequest()
+            if values.get("messages") is None:
+                set_text(message, "text", values.get("prompt"), "prompt")
+                return message.text
             if values.get("prompt") is not None or is_bare:
                 raise InvalidRequest("messages", "given", "must be set without prompt and add_special_tokens")
             add_messages(message, values["messages"], "messages")
-        else:
-            set_text(message, "text", values.get("prompt"), "prompt")
-        prompt = message.text if message.HasField("text") else codec.conversation(message)
+            return codec.conversation(message)
+
+        prompt = await self._completions.off_loop(num_body_bytes, decode)
         max_bytes, num_bytes = self._limits.max_tokenize_bytes, text_size(prompt)
         if num_bytes > max_bytes:
             raise InvalidRequest("prompt", num_bytes, f"must have at most {max_bytes} bytes")

@@ -203,6 +203,7 @@ class ResponseAnswer(Answer):
         self._text_logprobs: list[Values] = []
         self._num_dropped = self._num_sent = 0
         self._status = "in_progress"
+        self._ended_by_deadline = False
         self._usage: Values | None = None
         self._parser: CallParser | None = None
         self._calls: list[Values] = []
@@ -222,6 +223,7 @@ class ResponseAnswer(Answer):
                 self._add(part.text)
             case Finished():
                 self._add("", is_last=True)
+                self._ended_by_deadline = part.finish_reason is FinishReason.DEADLINE
                 is_whole = part.finish_reason in (FinishReason.END_OF_SEQUENCE, FinishReason.STOP)
                 self._status = "completed" if is_whole else "incomplete"
             case Outcome():
@@ -419,5 +421,6 @@ class ResponseAnswer(Answer):
             "presence_penalty": self._sampling.presence_penalty,
             "frequency_penalty": self._sampling.frequency_penalty,
             "top_logprobs": self._asked.num_top or 0,
+            **({"ended_by_deadline": True} if self._ended_by_deadline else {}),
             **self._asked.echoed,
         }
