@@ -23,7 +23,7 @@ from service.transport.http.calls import Calls, Request, Route
 from service.transport.http.failures import CLIENT_GONE
 from service.transport.http.server import HttpServer
 from service.transport.setup import transport_limits
-from tests.http_calls import ask, connect, read_answer, request_bytes, serving
+from tests.http_calls import MESSAGES, ask, connect, read_answer, request_bytes, serving
 from tests.servers import CONFIG, Running, eventually
 
 COMPLETIONS = "/v1/completions"
@@ -394,19 +394,40 @@ async def test_a_client_that_takes_all_gets_all_of_a_large_answer() -> None:
         assert (await ask(server, "/it")).body == b"y" * (5 << 20)
 
 
+SOUND: dict[str, dict[str, Any]] = {
+    COMPLETIONS: FIELDS,
+    "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 2},
+    "/v1/responses": {"input": MESSAGES, "max_output_tokens": 2},
+    "/tokenize": {"messages": MESSAGES},
+    "/detokenize": {"tokens": [5, 6]},
+    "/v1/models": {},
+    "/health": {},
+    "/x": {},
+}
+ITEMS = [
+    [{"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "a"}]}],
+    [{"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"a": [1]}'}],
+    [{"type": "function_call_output", "call_id": "c", "output": "b"}, {"role": "user", "content": None}],
+    [{"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "[]"}}]}],
+    [{"type": "function", "name": "f", "function": {"name": "f"}}],
+]
+
+
 def mutated(rng: random.Random) -> bytes:
     """A request with something wrong, perhaps."""
-    values: dict[str, Any] = dict(FIELDS)
+    path = rng.choice([*SOUND])
+    values: dict[str, Any] = dict(SOUND[path])
     odd = [None, True, -1, 0, 1.5, 1e308, 2**70, "", "x", "\u0000", "é" * 9, [], [[]], {}, {"a": 1}, ["a"], [1, "b"]]
+    odd += ITEMS
     names = [
         "prompt", "messages", "model", "max_tokens", "temperature", "top_p", "n", "stop", "seed", "logit_bias",
         "stream", "stream_options", "logprobs", "top_logprobs", "user", "tools", "response_format", "priority",
         "use_beam_search", "beam_size", "request_id", "timeout_seconds", "min_tokens", "stop_token_ids", "echo",
-        "unheard_of", "top_k",
+        "unheard_of", "top_k", "input", "instructions", "max_output_tokens", "metadata", "include", "reasoning", "text",
+        "tool_choice", "tokens",
     ]  # fmt: skip
     for _ in range(rng.randint(0, 3)):
         values[rng.choice(names)] = rng.choice(odd)
-    path = rng.choice([COMPLETIONS, "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/models", "/health", "/x"])
     data = bytearray(request_bytes(path, values, {"connection": "close"}, rng.choice([None, None, "GET", "PUT"])))
     for _ in range(rng.choice([0, 0, 0, 1, 5])):
         at = rng.randrange(len(data))
@@ -424,14 +445,16 @@ async def test_fuzzed_requests_have_documented_statuses(
     pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(connection, "_HEAD_SECONDS", 0.3)
-    seen: set[int] = set()
+    seen, answered = set[int](), set[str]()
 
     async def one(server: Running, seed: int) -> None:
-        answer = await send(server, mutated(random.Random(seed)), 300)
+        asked = mutated(random.Random(seed))
+        answer = await send(server, asked, 300)
         if answer:
             status = int(answer[9:12])
             assert status in DOCUMENTED, (seed, answer)
             seen.add(status)
+            answered.update(path for path in SOUND if status == 200 and f" {path} ".encode() in asked)
 
     async with serving(max_stall_seconds=0.3) as server:
         seeds = iter(range(pytestconfig.getoption("--fuzz")))
@@ -444,5 +467,6 @@ async def test_fuzzed_requests_have_documented_statuses(
         await server.until_idle()
         assert await is_well(server)
     assert seen >= {200, 400, 404, 405}
+    assert answered == {*SOUND} - {"/x"}
     assert "an unexpected error" not in caplog.text
     assert CLIENT_GONE not in seen

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import typing
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 from openai.types.chat.completion_create_params import CompletionCreateParamsStreaming as ChatParams
 from openai.types.completion_create_params import CompletionCreateParamsStreaming as CompletionParams
+from openai.types.responses.response_create_params import ResponseCreateParamsStreaming as ResponseParams
 
 from onward.v1 import generation_pb2 as pb
 from tests.http_calls import Answer, ask, serving
@@ -77,6 +80,14 @@ SHAPES = {"prompt", "model", "stream", "stream_options", "logprobs", "stop"}
 )
 def test_these_are_all_fields_of_openai_python(params: Any, tables: tuple[Any, ...]) -> None:
     assert set().union(*tables) == set(typing.get_type_hints(params))
+
+
+@pytest.mark.parametrize("params", [ChatParams, CompletionParams, ResponseParams])
+def test_the_page_names_every_field_of_openai_python(params: Any) -> None:
+    """What is supported, and how it differs; or that it is refused."""
+    page = (Path(__file__).parents[2] / "docs/serve/http.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([a-z_]+)`", page.partition("\n## Fields of requests\n")[2].partition("\n## ")[0]))
+    assert named >= set(typing.get_type_hints(params))
 
 
 async def body_of(server: Running, path: str, changes: Mapping[str, Any]) -> Answer:

@@ -36,6 +36,8 @@ NEUTRAL: dict[str, Any] = {
     "parallel_tool_calls": True,
     "service_tier": "auto",
     "store": False,
+    "stream_options": {"include_obfuscation": False},
+    "input": [{"type": None, "role": "user", "content": "ab"}],
     "truncation": "disabled",
     "include": ["message.output_text.logprobs", "reasoning.encrypted_content"],
     "reasoning": {"effort": "none", "summary": "auto"},
@@ -61,7 +63,7 @@ REFUSED: dict[str, Any] = {
     "use_beam_search": True,
     "unheard_of": 1,
 }
-SHAPES = {"stream", "stream_options", "top_logprobs"}
+SHAPES = {"stream", "top_logprobs"}
 
 
 def test_these_are_all_fields_of_openai_python() -> None:
@@ -97,6 +99,8 @@ async def test_every_field_has_its_effect_or_is_refused_by_name() -> None:
             ({"max_output_tokens": 0}, "max_output_tokens"),
             ({"top_logprobs": 1}, "top_logprobs"),
             ({"metadata": {"a": 1}}, "metadata"),
+            ({"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+            ({"stream_options": {"include_usage": True}}, "stream_options.include_usage"),
             ({"reasoning": {"effort": "low"}}, "reasoning.effort"),
             ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
             ({"chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs.enable_thinking"),

@@ -129,6 +129,22 @@ async def test_cut_call_is_no_whole_one(server: Running) -> None:
         assert len(message.get("tool_calls", ())) == (most == 60)
 
 
+async def test_a_call_that_a_stop_text_cuts_is_no_whole_one(server: Running) -> None:
+    fields = {"tool_choice": {"type": "function", "function": {"name": "weather"}}, "seed": 1, "stop": ['"days']}
+    message, reason = await whole_and_streamed(server, fields)
+    assert reason == "length"
+    (call,) = message["tool_calls"]
+    assert call["function"]["arguments"].startswith('{"city"')
+    flat = [{"type": "function", **TOOLS[0]["function"]}]
+    body = {"input": "ab", "tools": flat, "tool_choice": "required", "temperature": 1, "seed": 1, "stop": ['"days']}
+    for stream in (False, True):
+        answer = await ask(server, "/v1/responses", {**body, "stream": stream})
+        last = answer.body.decode().strip().split("\n\n")[-2].partition("data: ")[2] if stream else ""
+        response = json.loads(last)["response"] if stream else answer.json
+        (item,) = response["output"]
+        assert (response["status"], item["type"], item["status"]) == ("incomplete", "function_call", "incomplete")
+
+
 async def test_model_may_answer_with_text_where_it_may_choose(server: Running) -> None:
     for fields in ({"tool_choice": "auto"}, {}):
         message, reason = await whole_and_streamed(server, {**fields, "seed": 2, "max_tokens": 40})

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
 
+from model.spec.chat import Chat, ChatSettings
 from service.engine.types import FinishReason, GenerationRequest, TokenEvent
 from service.transport.http.responses import decode_response
+from tests.fakes import EOS
 from tests.http_calls import Answer, ask, serving
+from tests.integration.test_http_tools import TEMPLATE
 from tests.scripted import ScriptedEngine, token
-from tests.servers import MODEL, Running
+from tests.servers import MODEL, Running, served_model
+from tests.structured import VOCAB_SIZE, tokenizer, vocabulary
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 
@@ -52,7 +57,12 @@ WEBUI = """{"stream": true, "model": "fake", "messages": [{"role": "system", "co
 WEBUI_TITLE = """{"model": "fake", "messages": [{"role": "user", "content": "### Task: a title"}], "stream": false,
  "max_tokens": 6}"""
 
-TOOL = {"type": "function", "name": "get_weather", "parameters": {"type": "object", "properties": {}}}
+TOOL = {
+    "type": "function",
+    "name": "get_weather",
+    "description": "Get the current weather for a location",
+    "parameters": {"type": "object", "properties": {"location": {"type": "string"}}, "required": ["location"]},
+}
 USER: dict[str, Any] = {"type": "message", "role": "user"}
 ACCEPTANCE: dict[str, dict[str, Any]] = {
     "basic-response": {"input": [{**USER, "content": "Say hello in exactly 3 words."}]},
@@ -71,27 +81,15 @@ ACCEPTANCE: dict[str, dict[str, Any]] = {
         ]
     },
 }
-REFUSED = {
-    "tool-calling": ({"input": [{**USER, "content": "What's the weather?"}], "tools": [TOOL]}, "tools"),
-    "tool-calling-streaming": (
-        {"input": [{**USER, "content": "What's the weather?"}], "tools": [TOOL], "stream": True},
-        "tools",
-    ),
-    "image-input": (
-        {
-            "input": [
-                {
-                    **USER,
-                    "content": [
-                        {"type": "input_text", "text": "What do you see in this image?"},
-                        {"type": "input_image", "image_url": "data:image/png;base64,iVBORw0KGgo="},
-                    ],
-                }
-            ]
-        },
-        "input[0].content[1].type",
-    ),
+WEATHER = [{**USER, "content": "What's the weather like in San Francisco?"}]
+CALLING = {
+    "tool-calling": {"input": WEATHER, "tools": [TOOL]},
+    "tool-calling-streaming": {"input": WEATHER, "tools": [TOOL], "stream": True},
 }
+IMAGE = [
+    {"type": "input_text", "text": "What do you see in this image?"},
+    {"type": "input_image", "image_url": "data:image/png;base64,iVBORw0KGgo="},
+]
 
 
 def either(*kinds: str) -> dict[str, Any]:
@@ -115,12 +113,14 @@ ITEM = whole(
     role={"const": "assistant"},
     content={"items": PART, "type": "array"},
 )
+CALL = whole(type={"const": "function_call"}, id=TEXT, call_id=TEXT, name=TEXT, arguments=TEXT, status=TEXT)
 # What Open Responses' specification requires of a response.
 RESPONSE = Draft202012Validator(
     whole(
         id=TEXT, object={"const": "response"}, created_at=INTEGER, completed_at=PERHAPS_NUMBER, status=TEXT, model=TEXT,
         incomplete_details=either("object", "null"), previous_response_id=PERHAPS_TEXT, instructions=PERHAPS_TEXT,
-        output={"type": "array", "items": ITEM}, error=either("object", "null"), tools={"type": "array"},
+        output={"type": "array", "items": {"anyOf": [ITEM, CALL]}}, error=either("object", "null"),
+        tools={"type": "array"},
         tool_choice={"enum": ["none", "auto", "required"]}, truncation={"enum": ["auto", "disabled"]},
         parallel_tool_calls=FLAG, text=whole(format=whole(type=TEXT)), top_p=NUMBER, presence_penalty=NUMBER,
         frequency_penalty=NUMBER, top_logprobs=INTEGER, temperature=NUMBER, reasoning=either("object", "null"),
@@ -201,28 +201,56 @@ async def test_open_webui_has_its_models_chats_and_titles() -> None:
         assert title["choices"][0]["message"]["content"]
 
 
+def checked(answer: Answer, *, is_streamed: bool) -> Any:
+    """A response that the specification allows, and that is whole; of a stream the last."""
+    events = events_of(answer) if is_streamed else []
+    for event in events:
+        if "response" in event:
+            RESPONSE.validate(event["response"])
+    response = events[-1]["response"] if is_streamed else answer.json
+    RESPONSE.validate(response)
+    assert response["status"] == "completed"
+    assert response["completed_at"] >= response["created_at"]
+    assert response["output"]
+    return response
+
+
 @pytest.mark.parametrize("case", ACCEPTANCE)
 async def test_open_responses_cases_pass(case: str) -> None:
     body = {"model": MODEL, "stream": False, **ACCEPTANCE[case]}
     async with serving(engines={MODEL: ScriptedEngine(two_tokens)}, trust=True) as server:
         answer = await send(server, RESPONSES, json.dumps(body), {"authorization": "Bearer none"})
-        if body["stream"]:
-            events = events_of(answer)
-            for event in events:
-                if "response" in event:
-                    RESPONSE.validate(event["response"])
-            response = events[-1]["response"]
-        else:
-            response = answer.json
-        RESPONSE.validate(response)
-        assert response["status"] == "completed"
-        assert response["completed_at"] >= response["created_at"]
-        assert response["output"]
+        checked(answer, is_streamed=body["stream"])
 
 
-@pytest.mark.parametrize("case", REFUSED)
-async def test_open_responses_cases_that_need_more_are_refused_by_name(case: str) -> None:
-    body, param = REFUSED[case]
+def a_call(request: GenerationRequest) -> list[list[TokenEvent]]:
+    """What a model says that calls the tool, once it may."""
+    assert request.structured_output is not None
+    text = '<tool_call>\n{"name": "get_weather", "arguments": {"location": "San Francisco"}}\n</tool_call>'
+    events = [token(token_id) for token_id in tokenizer().encode_plain(text)]
+    return [[each] for each in (*events, token(EOS, reason=FinishReason.END_OF_SEQUENCE))]
+
+
+@pytest.mark.parametrize("case", CALLING)
+async def test_open_responses_cases_with_a_tool_pass(case: str) -> None:
+    fake = served_model(context=1024)
+    manifest = replace(fake.manifest, config=replace(fake.manifest.config, vocab_size=VOCAB_SIZE))
+    own: dict[str, Any] = {"prompt_tokenizer": tokenizer(), "output_tokenizer": tokenizer(), "vocabulary": vocabulary()}
+    model = replace(fake, manifest=manifest, chat=Chat(ChatSettings(TEMPLATE), tokenizer()), **own)
+    body = {"model": MODEL, **CALLING[case]}
+    async with serving([model], engines={MODEL: ScriptedEngine(a_call)}, trust=True) as server:
+        answer = await send(server, RESPONSES, json.dumps(body), {"authorization": "Bearer none"})
+        (call,) = checked(answer, is_streamed="stream" in body)["output"]
+    assert (call["type"], call["name"], call["status"]) == ("function_call", "get_weather", "completed")
+    assert json.loads(call["arguments"]) == {"location": "San Francisco"}
+
+
+async def test_what_a_model_cannot_do_is_refused_by_name() -> None:
+    """Open Responses' case with an image, which no model of ours reads; and a tool where the template has none."""
     async with serving() as server:
-        refused = await ask(server, RESPONSES, {"model": MODEL, **body})
-        assert (refused.status, refused.error["param"]) == (400, param), refused.body
+        for body, param in (
+            ({"input": [{**USER, "content": IMAGE}]}, "input[0].content[1].type"),
+            (CALLING["tool-calling"], "tools"),
+        ):
+            refused = await ask(server, RESPONSES, {"model": MODEL, **body})
+            assert (refused.status, refused.error["param"]) == (400, param), refused.body

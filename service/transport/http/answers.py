@@ -226,9 +226,10 @@ class ChatAnswer(Answer):
         ended = super()._ended(choice, end)
         if "delta" in ended:
             ended["delta"] = self._delta(end.output_index, "", is_last=True)
-        has_call = self._asked.tools is not None and self._parsers[end.output_index].is_whole
-        if has_call and ended["finish_reason"] == "stop":
-            ended["finish_reason"] = "tool_calls"
+        parser = None if self._asked.tools is None else self._parsers[end.output_index]
+        if parser is not None and parser.num_calls and ended["finish_reason"] == "stop":
+            # A stop text may have cut the last call.
+            ended["finish_reason"] = "tool_calls" if parser.is_whole else "length"
         return ended
 
     def _logprobs(self, index: int, piece: Piece) -> Values:  # noqa: ARG002 (completions')

@@ -146,7 +146,7 @@ def _add_input(request: pb.GenerateRequest, value: Any) -> list[Message]:
         place = f"input[{index}]"
         if not isinstance(each, dict):
             raise InvalidRequest(place, each, "must be an object")
-        kind = each.get("type", "message")
+        kind = "message" if each.get("type") is None else each["type"]
         if kind == "reasoning":
             refuse_others(each, ("type", "id", "content", "status"), {"summary": ([],)}, ("encrypted_content",), place)
             thoughts = "" if each.get("content") is None else text_of(each["content"], f"{place}.content", (_THOUGHTS,))
@@ -225,6 +225,8 @@ class ResponseAnswer(Answer):
                 self._add("", is_last=True)
                 self._ended_by_deadline = part.finish_reason is FinishReason.DEADLINE
                 is_whole = part.finish_reason in (FinishReason.END_OF_SEQUENCE, FinishReason.STOP)
+                # A stop text may have cut the last call.
+                is_whole = is_whole and not (self._calls and self._call_items()[-1]["status"] == "incomplete")
                 self._status = "completed" if is_whole else "incomplete"
             case Outcome():
                 counted = usage(part)
