@@ -145,6 +145,15 @@ async def test_a_call_that_a_stop_text_cuts_is_no_whole_one(server: Running) -> 
         assert (response["status"], item["type"], item["status"]) == ("incomplete", "function_call", "incomplete")
 
 
+async def test_a_stop_text_ahead_of_arguments_cuts_and_one_behind_them_does_not(server: Running) -> None:
+    fields = {"tool_choice": {"type": "function", "function": {"name": "weather"}}, "seed": 1}
+    message, reason = await whole_and_streamed(server, {**fields, "stop": ["weather"]})
+    assert (reason, message.get("tool_calls", [])) == ("length", [])
+    message, reason = await whole_and_streamed(server, {**fields, "stop": ["</tool_call>"]})
+    assert reason == "tool_calls"
+    check_calls(message["tool_calls"])
+
+
 async def test_model_may_answer_with_text_where_it_may_choose(server: Running) -> None:
     for fields in ({"tool_choice": "auto"}, {}):
         message, reason = await whole_and_streamed(server, {**fields, "seed": 2, "max_tokens": 40})

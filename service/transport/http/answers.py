@@ -227,9 +227,9 @@ class ChatAnswer(Answer):
         if "delta" in ended:
             ended["delta"] = self._delta(end.output_index, "", is_last=True)
         parser = None if self._asked.tools is None else self._parsers[end.output_index]
-        if parser is not None and parser.num_calls and ended["finish_reason"] == "stop":
+        if parser is not None and ended["finish_reason"] == "stop":
             # A stop text may have cut the last call.
-            ended["finish_reason"] = "tool_calls" if parser.is_whole else "length"
+            ended["finish_reason"] = "length" if parser.is_cut else "tool_calls" if parser.num_calls else "stop"
         return ended
 
     def _logprobs(self, index: int, piece: Piece) -> Values:  # noqa: ARG002 (completions')

@@ -226,7 +226,7 @@ class ResponseAnswer(Answer):
                 self._ended_by_deadline = part.finish_reason is FinishReason.DEADLINE
                 is_whole = part.finish_reason in (FinishReason.END_OF_SEQUENCE, FinishReason.STOP)
                 # A stop text may have cut the last call.
-                is_whole = is_whole and not (self._calls and self._call_items()[-1]["status"] == "incomplete")
+                is_whole = is_whole and not (self._parser is not None and self._parser.is_cut)
                 self._status = "completed" if is_whole else "incomplete"
             case Outcome():
                 counted = usage(part)
@@ -370,7 +370,7 @@ class ResponseAnswer(Answer):
 
     def _call_items(self) -> list[Values]:
         """The calls; the last is incomplete where it was cut."""
-        is_cut = self._parser is not None and not self._parser.is_whole
+        is_cut = self._status == "incomplete" and self._parser is not None and not self._parser.is_whole
         last = len(self._calls) - 1
         return [
             {**call, "status": "incomplete" if is_cut and index == last else "completed"}

@@ -23,6 +23,7 @@ from model.spec.chat import Chat, Message
 from onward.v1 import generation_pb2 as pb
 from service.errors import InvalidRequest, UnsupportedFeature
 from service.process.grammar_check import find_keyword
+from service.transport.http.bodies import elements_of, loads
 from service.transport.http.fields import refuse_others, take
 
 Values = dict[str, Any]
@@ -218,12 +219,11 @@ class Arguments:
         Raises:
             InvalidRequest: when it is not the text of a JSON object, or exceeds a bound.
         """
-        # Those within texts are counted, too.
-        self._num_left -= sum(map(text.count, ",[{")) if isinstance(text, str) else 0
+        self._num_left -= sum(elements_of(text.encode(errors="replace"))) if isinstance(text, str) else 0
         if self._num_left < 0:
             raise InvalidRequest(field, f"{len(text)} characters", f"must have at most {_MAX_ELEMENTS} elements in all")
         try:
-            found = json.loads(text)
+            found = loads(text)
         except (TypeError, ValueError, RecursionError):
             found = None
         if not isinstance(found, dict):
@@ -300,6 +300,12 @@ class CallParser:
         if is_last and self._read == self._read_text and not self.num_calls:
             self._content, self._rest = self._content + self._rest, ""
         return self._content, self._deltas
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a call has begun whose arguments have not ended."""
+        in_head = self._read == self._read_head and (self._is_tagged or bool(self._rest))
+        return in_head or self._read == self._read_arguments
 
     def _read_text(self) -> bool:
         text, tag, rest = self._rest.partition(CALL_TAG)

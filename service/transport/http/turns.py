@@ -33,7 +33,7 @@ class Turns:
     def add_call(self, call: Values) -> None:
         """Adds a call of a tool to the assistant's message before, or to one without a text."""
         self._end_thoughts()
-        if not self._calls and not (self._messages and self._messages[-1].role == "assistant"):
+        if not (self._messages and self._messages[-1].role == "assistant"):
             self._messages.append(Message("assistant", ""))
             # gRPC's message has no calls: `with_tools` replaces the conversation.
             self._request.chat.messages.add(role="assistant")
