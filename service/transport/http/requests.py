@@ -155,6 +155,12 @@ def _finish(
     )
 
 
+def check_count(messages: list[Any], name: str) -> None:
+    """Raises InvalidRequest for more messages than a conversation may have."""
+    if len(messages) > MAX_MESSAGES:
+        raise InvalidRequest(name, f"{len(messages)} entries", f"must have at most {MAX_MESSAGES}")
+
+
 def take_labels(values: Mapping[str, Any]) -> None:
     """Checks the labels.
 
@@ -175,8 +181,7 @@ def add_messages(request: pb.GenerateRequest, value: Any, name: str, *, has_call
     messages = []
     if not isinstance(value, list) or not value:
         raise InvalidRequest(name, value, "must be a list of at least 1 message")
-    if len(value) > MAX_MESSAGES:
-        raise InvalidRequest(name, f"{len(value)} entries", f"must have at most {MAX_MESSAGES}")
+    check_count(value, name)
     arguments = Arguments()
     for index, each in enumerate(value):
         place = f"{name}[{index}]"

@@ -14,7 +14,7 @@ from service.generator import Finished, Outcome, Part, Piece
 from service.transport.http.answers import Answer, Values, content_logprobs, usage
 from service.transport.http.fields import PATHS, refuse_others, set_field, set_fields, set_text, take
 from service.transport.http.forms import VLLM, set_form
-from service.transport.http.requests import LABELS, MAX_LABEL, MAX_MESSAGES, Asked, take_labels, text_of, with_tools
+from service.transport.http.requests import LABELS, MAX_LABEL, Asked, check_count, take_labels, text_of, with_tools
 from service.transport.http.thoughts import KWARGS, decode_thinking
 from service.transport.http.tools import FIELDS as TOOL_FIELDS
 from service.transport.http.tools import Arguments, CallParser, decode_tools, described_call
@@ -139,8 +139,7 @@ def _add_input(request: pb.GenerateRequest, value: Any) -> list[Message]:
         return [Message("user", value)]
     if not isinstance(value, list) or not value:
         raise InvalidRequest("input", value, "must be a text, or a list of at least 1 message")
-    if len(value) > MAX_MESSAGES:
-        raise InvalidRequest("input", f"{len(value)} entries", f"must have at most {MAX_MESSAGES}")
+    check_count(value, "input")
     turns, arguments = Turns(request), Arguments()
     for index, each in enumerate(value):
         place = f"input[{index}]"
