@@ -86,7 +86,7 @@ class Answer:
         """The events of a stream, without the mark of its end."""
         lines = [line for line in self.body.decode().split("\n\n") if line]
         assert lines.pop() == "data: [DONE]"
-        return [json.loads(line.removeprefix("data: ")) for line in lines]
+        return [json.loads(line.rpartition("\n")[2].removeprefix("data: ")) for line in lines]
 
 
 async def connect(server: Running) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

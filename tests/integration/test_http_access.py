@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import ssl
@@ -244,6 +245,24 @@ async def test_a_client_that_leaves_frees_what_it_held(stage: str) -> None:
         assert server.metric("num_requests_running", model_name=MODEL) == 0
         assert server.metric("kv_cache_usage_ratio", model_name=MODEL) == 0
         assert (await ask(server, COMPLETIONS, {"prompt": "ab", "max_tokens": 1})).status == 200
+
+
+async def test_an_answer_that_outlives_the_grace_ends_with_an_error_whole_or_streamed() -> None:
+    held = serving([served_model(context=100_000)], drain_grace_seconds=0.0)
+    server = await held.__aenter__()
+    fields = {"prompt": "ab", "max_tokens": 60_000, "ignore_eos": True}
+    reader, writer = await connect(server)
+    writer.write(request_bytes(COMPLETIONS, {**fields, "stream": True}))
+    await reader.readuntil(b"data: ")
+    streamed = asyncio.create_task(reader.read())
+    whole = asyncio.create_task(ask(server, COMPLETIONS, fields))
+    await eventually(lambda: server.num_streams == 2)
+    await held.__aexit__(None, None, None)
+    assert server.ended() == {"not_serving": 2}
+    assert ((await whole).status, (await whole).error["code"]) == (503, "not_serving")
+    last = (await streamed).rpartition(b"data: ")[2].partition(b"\n\n")[0]
+    assert json.loads(last)["error"]["message"] == "the server has stopped"
+    writer.close()
 
 
 def gone(server: Running) -> float:

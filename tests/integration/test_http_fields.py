@@ -217,7 +217,7 @@ async def test_beams_are_those_of_grpc(path: str) -> None:
         ({"max_tokens": 10**30}, "max_tokens"),
         ({"min_tokens": 9}, "min_tokens"),
         ({"n": 0}, "n"),
-        ({"n": 1000}, "n"),
+        ({"n": 1000}, "n"),  # CVE-2026-34756
         ({"seed": -1}, "seed"),
         ({"logit_bias": {"a": 1}}, "logit_bias[a]"),
         ({"logit_bias": {"9": 101}}, "logit_bias[9]"),

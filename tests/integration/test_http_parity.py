@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
+
 from onward.v1 import generation_pb2 as pb
+from service.transport.http.responses import LOGPROBS
 from tests.http_calls import POLITE, ask, serving
 from tests.servers import Running, served_model
 
@@ -34,14 +38,19 @@ _BEAM_DRAWS: dict[str, tuple[str, Any]] = {
 }
 
 
-def draw(rng: random.Random) -> tuple[dict[str, Any], pb.GenerateRequest]:
-    """One request in both shapes."""
-    body: dict[str, Any] = {"return_token_ids": True, "seed": rng.randrange(2**63)}
+COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+_ENDS = {pb.FINISH_REASON_LENGTH: "length"}
+
+
+def draw(rng: random.Random) -> tuple[str, dict[str, Any], pb.GenerateRequest]:
+    """One request in both shapes, and its path."""
+    path = rng.choice([COMPLETIONS, CHAT, RESPONSES])
+    body: dict[str, Any] = {"seed": rng.randrange(2**63)}
     request = pb.GenerateRequest(response=pb.ResponseOptions(logprobs=3))
     text = "".join(rng.choice("abcdefg") for _ in range(rng.randint(1, 9)))
-    if rng.random() < 0.2:
+    if path != RESPONSES and rng.random() < 0.2:
         width = rng.randint(1, 4)
-        body = {"return_token_ids": True, "use_beam_search": True, "n": rng.randint(1, width), "beam_size": width}
+        body = {"use_beam_search": True, "n": rng.randint(1, width), "beam_size": width}
         request.beam_search.beam_size, request.beam_search.num_hypotheses = width, body["n"]
         for name, (field, choose) in _BEAM_DRAWS.items():
             if rng.random() < 0.5:
@@ -51,7 +60,7 @@ def draw(rng: random.Random) -> tuple[dict[str, Any], pb.GenerateRequest]:
     else:
         request.sampling.seed = body["seed"]
         for name, (part, field, choose) in _DRAWS.items():
-            if rng.random() < 0.4:
+            if rng.random() < 0.4 and not (path == RESPONSES and name == "n"):
                 body[name] = value = choose(rng)
                 message = getattr(request, part)
                 if isinstance(value, dict):
@@ -60,57 +69,105 @@ def draw(rng: random.Random) -> tuple[dict[str, Any], pb.GenerateRequest]:
                     getattr(message, field).extend(value)
                 else:
                     setattr(message, field, value)
-    if rng.random() < 0.5:
-        body |= {"messages": [{"role": "user", "content": text}], "logprobs": True, "top_logprobs": 3}
-        request.chat.messages.add(role="user", content=text)
-    else:
-        body |= {"prompt": text, "logprobs": 3}
+    if path == COMPLETIONS:
+        body |= {"prompt": text, "logprobs": 3, "return_token_ids": True}
         request.text = text
-    return body, request
+        return path, body, request
+    request.chat.messages.add(role="user", content=text)
+    if path == CHAT:
+        body |= {"messages": [{"role": "user", "content": text}], "logprobs": True, "top_logprobs": 3}
+        body["return_token_ids"] = True
+    else:
+        body |= {"input": text, "include": [LOGPROBS], "top_logprobs": 3}
+        if "max_tokens" in body:
+            body["max_output_tokens"] = body.pop("max_tokens")
+    return path, body, request
 
 
-async def compare(server: Running, body: dict[str, Any], request: pb.GenerateRequest) -> None:
-    wanted = await server.generation.Generate(request)
-    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+@dataclass(slots=True)
+class Read:
+    """What a client reads of one output; token ids where they are given."""
+
+    text: str = ""
+    logprobs: list[float] = field(default_factory=list)
+    tops: list[list[float]] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    end: str | None = None
+
+    def add(self, text: str, described: Any, token_ids: list[int]) -> None:
+        self.text += text
+        self.token_ids += token_ids
+        if isinstance(described, dict) and "tokens" in described:
+            self.logprobs += described["token_logprobs"]
+            # Tokens that are spelled alike are one key there.
+            self.tops += [[] for _ in described["tokens"]]
+        elif described:
+            entries = described["content"] if isinstance(described, dict) else described
+            self.logprobs += [each["logprob"] for each in entries]
+            self.tops += [[top["logprob"] for top in each["top_logprobs"]] for each in entries]
+
+
+def wanted_of(path: str, output: pb.Output) -> Read:
+    read = Read(output.text, end=_ENDS.get(output.finish_reason, "stop"))
+    read.logprobs = [own.logprob for own in output.logprobs]
+    read.tops = [[] if path == COMPLETIONS else [top.logprob for top in own.top] for own in output.logprobs]
+    read.token_ids = [] if path == RESPONSES else list(output.token_ids)
+    return read
+
+
+def read_whole(path: str, values: Any) -> list[Read]:
+    if path == RESPONSES:
+        read = Read(end={"completed": "stop", "incomplete": "length"}[values["status"]])
+        ((part,),) = [item["content"] for item in values["output"]]
+        read.add(part["text"], part["logprobs"], [])
+        return [read]
+    outputs = []
+    for choice in values["choices"]:
+        outputs.append(Read(end=choice["finish_reason"]))
+        text = choice["text"] if path == COMPLETIONS else choice["message"]["content"]
+        outputs[-1].add(text, choice["logprobs"], choice["token_ids"])
+    return outputs
+
+
+def read_stream(path: str, events: list[Any], count: int) -> tuple[list[Read], Any]:
+    """Outputs by their pieces, and the usage."""
+    outputs = [Read() for _ in range(count)]
+    if path == RESPONSES:
+        for event in events:
+            if event["type"] == "response.output_text.delta":
+                outputs[0].add(event["delta"], event["logprobs"], [])
+        values = events[-1]["response"]
+        outputs[0].end = read_whole(path, values)[0].end
+        return outputs, values["usage"]
+    for event in events:
+        for choice in event["choices"]:
+            text = choice["text"] if path == COMPLETIONS else choice["delta"].get("content", "")
+            outputs[choice["index"]].add(text, choice["logprobs"], choice.get("token_ids", []))
+            outputs[choice["index"]].end = choice["finish_reason"]
+    return outputs, events[-1]["usage"]
+
+
+async def compare(server: Running, path: str, body: dict[str, Any], request: pb.GenerateRequest) -> None:
+    answered = await server.generation.Generate(request)
+    wanted = [wanted_of(path, each) for each in answered.outputs]
     whole = await ask(server, path, body)
     assert whole.status == 200, (body, whole.body)
-    choices = whole.json["choices"]
-    assert [choice["token_ids"] for choice in choices] == [list(each.token_ids) for each in wanted.outputs], body
-    chat = "messages" in body
-    texts = [choice["message"]["content"] if chat else choice["text"] for choice in choices]
-    assert texts == [each.text for each in wanted.outputs], body
-    logprobs = [
-        [each["logprob"] for each in choice["logprobs"]["content"]] if chat else choice["logprobs"]["token_logprobs"]
-        for choice in choices
-    ]
-    assert logprobs == [[own.logprob for own in each.logprobs] for each in wanted.outputs], body
-    if chat:
-        tops = [
-            [[top["logprob"] for top in each["top_logprobs"]] for each in choice["logprobs"]["content"]]
-            for choice in choices
+    assert read_whole(path, whole.json) == wanted, body
+    options = {} if path == RESPONSES else {"stream_options": {"include_usage": True}}
+    streamed = await ask(server, path, {**body, "stream": True, **options})
+    outputs, streamed_usage = read_stream(path, streamed.events, len(wanted))
+    assert outputs == wanted, body
+    kinds = ("input", "output") if path == RESPONSES else ("prompt", "completion")
+    for usage in (whole.json["usage"], streamed_usage):
+        assert [usage[f"{kind}_tokens"] for kind in kinds] == [
+            answered.usage.prompt_tokens,
+            answered.usage.generated_tokens,
         ]
-        assert tops == [[[top.logprob for top in own.top] for own in each.logprobs] for each in wanted.outputs]
-    usage = whole.json["usage"]
-    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (
-        wanted.usage.prompt_tokens,
-        wanted.usage.generated_tokens,
-    )
-    reasons = {pb.FINISH_REASON_LENGTH: "length"}
-    assert [choice["finish_reason"] for choice in choices] == [
-        reasons.get(each.finish_reason, "stop") for each in wanted.outputs
-    ]
-    streamed = await ask(server, path, {**body, "stream": True})
-    pieces = [""] * len(choices)
-    token_ids: list[list[int]] = [[] for _ in choices]
-    for event in streamed.events:
-        for choice in event["choices"]:
-            pieces[choice["index"]] += choice["delta"].get("content", "") if chat else choice["text"]
-            token_ids[choice["index"]] += choice.get("token_ids", [])
-    assert pieces == texts, body
-    assert token_ids == [choice["token_ids"] for choice in choices], body
 
 
-async def test_both_transports_give_the_same_answer() -> None:
+async def test_both_transports_give_the_same_answer(caplog: pytest.LogCaptureFixture) -> None:
     async with serving([served_model(**POLITE)]) as server:
         for seed in range(60):
             await compare(server, *draw(random.Random(seed)))
+    # grpc/grpc#25364, #42357: what several event loops beside gRPC's log.
+    assert "BlockingIOError" not in caplog.text

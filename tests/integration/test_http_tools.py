@@ -95,6 +95,7 @@ async def whole_and_streamed(server: Running, fields: dict[str, Any]) -> tuple[d
 
 
 async def test_required_calls_follow_their_schemas(server: Running) -> None:
+    """vllm-project/vllm#49661, ollama/ollama#17597, ggml-org/llama.cpp#19051: calls that ignore their schemas."""
     names, num_parallel = set(), 0
     for seed in range(16):
         message, reason = await whole_and_streamed(server, {"tool_choice": "required", "seed": seed})

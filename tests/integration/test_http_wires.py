@@ -6,14 +6,16 @@ import json
 from dataclasses import replace
 from typing import Any
 
+import openai as library
 import pytest
 from jsonschema import Draft202012Validator
 
 from model.spec.chat import Chat, ChatSettings
 from service.engine.types import FinishReason, GenerationRequest, TokenEvent
+from service.repository.models import ServedModel
 from service.transport.http.responses import decode_response
 from tests.fakes import EOS
-from tests.http_calls import Answer, ask, serving
+from tests.http_calls import Answer, ask, openai, serving
 from tests.integration.test_http_tools import TEMPLATE
 from tests.scripted import ScriptedEngine, token
 from tests.servers import MODEL, Running, served_model
@@ -37,6 +39,85 @@ CODEX = """{"model": "fake", "instructions": "You are a coding agent.", "input":
   {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "ab"}]}],
  "tools": [], "tool_choice": "auto", "parallel_tool_calls": false, "reasoning": null, "store": false, "stream": true,
  "include": [], "prompt_cache_key": "019a1c09-ddda-742c-b61d-d614ae0f6952"}"""
+# Newer ones, for a model that Codex does not know, with `web_search = "disabled"` and `features.multi_agent = false`.
+CODEX_TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "name": "exec_command",
+        "description": "Runs a command.",
+        "strict": False,
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "cmd": {"type": "string", "description": "The command."},
+                "login": {"type": "boolean"},
+                "max_output_tokens": {"type": "number"},
+                "prefix_rule": {"type": "array", "items": {"type": "string"}},
+                "sandbox_permissions": {"type": "string", "enum": ["use_default", "require_escalated"]},
+                "yield_time_ms": {"type": "number"},
+            },
+            "required": ["cmd"],
+            "additionalProperties": False,
+        },
+    },
+    {
+        "type": "function",
+        "name": "update_plan",
+        "description": "Changes the plan.",
+        "strict": False,
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "explanation": {"type": "string"},
+                "plan": {
+                    "type": "array",
+                    "items": {
+                        "type": "object",
+                        "properties": {"status": {"type": "string"}, "step": {"type": "string"}},
+                        "required": ["step", "status"],
+                        "additionalProperties": False,
+                    },
+                },
+            },
+            "required": ["plan"],
+            "additionalProperties": False,
+        },
+    },
+]
+CODEX_NEW: dict[str, Any] = {
+    "model": MODEL,
+    "instructions": "You are a coding agent.",
+    "input": [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "<permissions>"}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "<environment_context>"}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "List the files"}]},
+    ],
+    "tools": CODEX_TOOLS,
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "reasoning": {},
+    "store": False,
+    "stream": True,
+    "include": ["reasoning.encrypted_content"],
+    "prompt_cache_key": "019a1c09-ddda-742c-b61d-d614ae0f6952",
+    "client_metadata": {
+        "session_id": "019a1c09-ddda-742c-b61d-d614ae0f6952",
+        "x-codex-installation-id": "4f0e",
+        "x-codex-turn-metadata": '{"session_id":"019a1c09-ddda-742c-b61d-d614ae0f6952","request_kind":"turn"}',
+    },
+}
+CODEX_SAID: list[dict[str, Any]] = [
+    {
+        "type": "reasoning",
+        "id": "rs_x",
+        "summary": [],
+        "content": [{"type": "reasoning_text", "text": "I list them."}],
+        "encrypted_content": None,
+    },
+    {"type": "message", "id": "m", "role": "assistant", "content": [{"type": "output_text", "text": "Looking."}]},
+    {"type": "function_call", "id": "fc", "name": "exec_command", "arguments": '{"cmd": "ls"}', "call_id": "call_0"},
+    {"type": "function_call_output", "id": "fco", "call_id": "call_0", "output": "README.md"},
+]
 REASONING = {"effort": "medium", "summary": "auto"}
 WEBUI_HEADERS = {
     "content-type": "application/json",
@@ -187,6 +268,54 @@ async def test_codex_has_the_events_that_it_reads() -> None:
     assert (decoded.enable_thinking, decoded.echoed["reasoning"]) == (True, REASONING)
 
 
+@pytest.mark.parametrize("said", [[], CODEX_SAID], ids=["first turn", "after a call"])
+async def test_codex_calls_its_tools_and_brings_their_results(said: list[dict[str, Any]]) -> None:
+    body = {**CODEX_NEW, "input": [*CODEX_NEW["input"], *said]}
+    arguments = '{"cmd": "ls", "yield_time_ms": 1000}'
+
+    def script(request: GenerationRequest) -> list[list[TokenEvent]]:
+        text = f'<tool_call>\n{{"name": "exec_command", "arguments": {arguments}}}\n</tool_call>'
+        return spoken("Files." if said else text)
+
+    async with serving([tool_model()], engines={MODEL: ScriptedEngine(script)}, trust=True) as server:
+        *_, done, completed = events_of(await send(server, RESPONSES, json.dumps(body), CODEX_HEADERS))
+        for index, kind in enumerate(("namespace", "web_search", "custom")):
+            tools = [*CODEX_TOOLS[:index], {"type": kind, "name": "x"}]
+            refused = await ask(server, RESPONSES, {**body, "tools": tools}, CODEX_HEADERS)
+            assert (refused.status, refused.error["param"]) == (400, f"tools[{index}].type")
+    assert (done["type"], completed["type"]) == ("response.output_item.done", "response.completed")
+    if said:
+        assert done["item"]["content"][0]["text"] == "Files."
+    else:
+        assert {name: done["item"][name] for name in ("type", "name", "arguments")} == {
+            "type": "function_call",
+            "name": "exec_command",
+            "arguments": arguments,
+        }
+        assert done["item"]["call_id"]
+    assert completed["response"]["usage"]["output_tokens"] > 1
+
+
+async def test_an_error_within_a_response_is_an_event_that_codex_reads_and_one_that_openai_python_raises() -> None:
+    def script(request: GenerationRequest) -> list[list[TokenEvent]]:
+        return [[token(5)], [], [token(None, reason=FinishReason.DEADLINE)]]
+
+    async with serving(engines={MODEL: ScriptedEngine(script)}, trust=True) as server:
+        answer = await send(server, RESPONSES, CODEX, CODEX_HEADERS)
+        async with openai(server) as client:
+            with pytest.raises(library.APIError, match="the deadline passed"):
+                async for _ in await client.responses.create(model=MODEL, input="ab", stream=True):
+                    pass
+    *_, delta, failed, error = answer.body.decode().strip().split("\n\n")
+    assert delta.startswith("event: response.output_text.delta\n")
+    name, data = failed.split("\n")
+    event = json.loads(data.removeprefix("data: "))
+    assert (name, event["type"]) == ("event: response.failed", "response.failed")
+    RESPONSE.validate(event["response"])
+    assert (event["response"]["status"], event["response"]["error"]["code"]) == ("failed", "deadline_exceeded")
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == "deadline_exceeded"
+
+
 async def test_open_webui_has_its_models_chats_and_titles() -> None:
     async with serving() as server:
         listed = (await ask(server, "/v1/models", headers=WEBUI_HEADERS)).json
@@ -223,22 +352,30 @@ async def test_open_responses_cases_pass(case: str) -> None:
         checked(answer, is_streamed=body["stream"])
 
 
-def a_call(request: GenerationRequest) -> list[list[TokenEvent]]:
-    """What a model says that calls the tool, once it may."""
-    assert request.structured_output is not None
-    text = '<tool_call>\n{"name": "get_weather", "arguments": {"location": "San Francisco"}}\n</tool_call>'
+def spoken(text: str) -> list[list[TokenEvent]]:
+    """What a model says, a token a step."""
     events = [token(token_id) for token_id in tokenizer().encode_plain(text)]
     return [[each] for each in (*events, token(EOS, reason=FinishReason.END_OF_SEQUENCE))]
 
 
-@pytest.mark.parametrize("case", CALLING)
-async def test_open_responses_cases_with_a_tool_pass(case: str) -> None:
-    fake = served_model(context=1024)
+def a_call(request: GenerationRequest) -> list[list[TokenEvent]]:
+    """What a model says that calls the tool, once it may."""
+    assert request.structured_output is not None
+    return spoken('<tool_call>\n{"name": "get_weather", "arguments": {"location": "San Francisco"}}\n</tool_call>')
+
+
+def tool_model() -> ServedModel:
+    """A model whose template shows tools."""
+    fake = served_model(context=4096)
     manifest = replace(fake.manifest, config=replace(fake.manifest.config, vocab_size=VOCAB_SIZE))
     own: dict[str, Any] = {"prompt_tokenizer": tokenizer(), "output_tokenizer": tokenizer(), "vocabulary": vocabulary()}
-    model = replace(fake, manifest=manifest, chat=Chat(ChatSettings(TEMPLATE), tokenizer()), **own)
+    return replace(fake, manifest=manifest, chat=Chat(ChatSettings(TEMPLATE), tokenizer()), **own)
+
+
+@pytest.mark.parametrize("case", CALLING)
+async def test_open_responses_cases_with_a_tool_pass(case: str) -> None:
     body = {"model": MODEL, **CALLING[case]}
-    async with serving([model], engines={MODEL: ScriptedEngine(a_call)}, trust=True) as server:
+    async with serving([tool_model()], engines={MODEL: ScriptedEngine(a_call)}, trust=True) as server:
         answer = await send(server, RESPONSES, json.dumps(body), {"authorization": "Bearer none"})
         (call,) = checked(answer, is_streamed="stream" in body)["output"]
     assert (call["type"], call["name"], call["status"]) == ("function_call", "get_weather", "completed")

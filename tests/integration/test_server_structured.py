@@ -99,6 +99,8 @@ async def test_tokens_are_the_same_alone_and_in_company(server: Running, seed: i
     requests = [asking(schema_of(draw_schema(random.Random(10 * seed + each))), each) for each in range(5)]
     requests.append(asking(schema_of(draw_schema(random.Random(seed))), sampling=None, beam_search=BEAMS))
     requests.append(generate_request(sampling=pb.SamplingParams(seed=seed), max_tokens=60))
+    for request in requests:
+        request.response.logprobs = 2
     alone = [await outputs_of(server, request) for request in requests]
     assert await asyncio.gather(*(outputs_of(server, request) for request in requests)) == alone
 
@@ -134,6 +136,7 @@ async def test_model_says_that_it_has_structured_output(server: Running) -> None
 
 
 async def test_hostile_grammars_cost_no_other_stream_a_token(server: Running, pytestconfig: pytest.Config) -> None:
+    """vllm-project/vllm#43920: one of them ended the engine."""
     free = generate_request(sampling=pb.SamplingParams(temperature=1.0, seed=9), max_tokens=400, ignore_eos=True)
     expected = await outputs_of(server, free)
 

@@ -89,6 +89,10 @@ class Answer:
                     costs = {} if part.cost is None else {"cost": _cost(part)}
                     yield self._named(self.chunk_kind, [], usage=self._totals(part), **costs)
 
+    def failed(self, error: Mapping[str, Any]) -> Iterator[Values]:  # noqa: ARG002 (responses')
+        """What precedes an error as the last event of a stream."""
+        return iter(())
+
     def whole(self, parts: Sequence[Part]) -> Values:
         """The answer from all parts of a request."""
         pieces: defaultdict[int, list[Piece]] = defaultdict(list)

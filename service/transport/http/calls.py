@@ -23,7 +23,7 @@ from service.telemetry.tracing import Tracer
 from service.transport.admission import OpenCalls, admitted
 from service.transport.call_log import CallLog
 from service.transport.http.bodies import Bodies
-from service.transport.http.exchange import JSON, Exchange, encode, encode_event
+from service.transport.http.exchange import JSON, Exchange, encode
 from service.transport.http.failures import CLIENT_GONE, Failure, Refusal, to_failure
 from service.transport.places import REFUSAL_SECONDS, Places
 from service.transport.server import TransportLimits
@@ -206,7 +206,7 @@ class Calls:
         try:
             async with asyncio.timeout(max_seconds):
                 if exchange.has_started:
-                    await exchange.end(encode_event({"error": failure.error}))
+                    await exchange.end_with(failure.error)
                 else:
                     await exchange.answer(failure.status, encode({"error": failure.error}), failure.headers)
         except TimeoutError:

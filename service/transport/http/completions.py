@@ -96,6 +96,7 @@ class Completions:
             parts = self._generator.run(call, request.time_remaining(), is_streamed=asked.is_streamed)
             async with aclosing(parts):
                 if asked.is_streamed:
+                    request.exchange.failed = answer.failed
                     async for part in parts:
                         if isinstance(part, Accepted):
                             accept(request, answer, part)

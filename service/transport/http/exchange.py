@@ -45,6 +45,8 @@ class Exchange:
         self._max_stall_seconds = max_stall_seconds
         self.is_gone = self.has_started = self.is_last = False
         self.headers: list[tuple[str, str]] = []
+        self.failed: Callable[[Mapping[str, Any]], Iterable[Any]] = lambda _error: ()
+        """Events ahead of the error that ends a stream."""
 
     def invocation_metadata(self) -> Iterable[tuple[str, str | bytes]]:
         """The headers, names in lower case."""
@@ -125,6 +127,11 @@ class Exchange:
         """Sends the whole answer, JSON."""
         await self._start(status, JSON, [("content-length", str(len(data))), *headers])
         await self.end(data)
+
+    async def end_with(self, error: Mapping[str, Any]) -> None:
+        """Ends a stream that has begun with an error, as its last event."""
+        ahead = (encode_event(each, each["type"]) for each in self.failed(error))
+        await self.end(b"".join((*ahead, encode_event({"error": error}))))
 
     async def end(self, data: bytes = b"") -> None:
         """Sends the last bytes."""

@@ -35,6 +35,7 @@ RESPONSE_PATHS = {
     "max_output_tokens": "stopping.max_tokens",
 }
 _OWN = (
+    "client_metadata",
     "input",
     "instructions",
     "stream",
@@ -82,6 +83,7 @@ def decode_response(values: Mapping[str, Any]) -> Asked:
         set_field(request, "response.logprobs", "top_logprobs", num_top)
     set_fields(request, values, RESPONSE_PATHS)
     take_labels(values)
+    take(values, "client_metadata", dict, "an object")  # Codex's labels
     is_streamed = take(values, "stream", bool, "true or false") or False
     options = take(values, "stream_options", dict, "an object") or {}
     refuse_others(options, (), {"include_obfuscation": (False,)}, (), "stream_options")
@@ -186,6 +188,12 @@ class ResponseAnswer(Answer):
         for event in self._events(part):
             yield {**event, "sequence_number": self._num_events}
             self._num_events += 1
+
+    def failed(self, error: Mapping[str, Any]) -> Iterator[Values]:
+        """The last event of a stream that an error ends: Codex reads none without a type."""
+        described = {name: error[name] for name in ("code", "message")}
+        response = {**self._response("failed"), "error": described}
+        yield {"type": "response.failed", "response": response, "sequence_number": self._num_events}
 
     def whole(self, parts: Sequence[Part]) -> Values:
         """The response from all parts of a request."""
@@ -403,7 +411,7 @@ class ResponseAnswer(Answer):
             "completed_at": int(time.time()) if status == "completed" else None,
             "status": status,
             "model": self.model,
-            "output": [] if status == "in_progress" else self._items(status),
+            "output": [] if status in ("in_progress", "failed") else self._items(status),
             "usage": self._usage,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,

@@ -313,6 +313,7 @@ USES = (
     ],
 )
 def test_template_out_of_bounds_is_stopped(template: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CVE-2026-5760: templates of others that run code."""
     # However busy the machine is, it is not the clock that stops these.
     monkeypatch.setattr(chat_sandbox, "MAX_SECONDS", 60.0)
     chat = make(template)
