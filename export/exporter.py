@@ -102,8 +102,8 @@ def export(
         on_stage("reading the stored weights back")
         weights = compare(folder, [graph.file for graph in draft.graphs.values()], checkpoint.model, precision)
         report = job.prove(draft)
-        if arithmetic := arithmetic_of(draft):
-            answers = zip(cases, report.answers, strict=True)
+        if report.answers:
+            arithmetic, answers = arithmetic_of(draft), zip(cases, report.answers, strict=True)
             cases = tuple(dataclasses.replace(case, exported=found, arithmetic=arithmetic) for case, found in answers)
             # Sessions of their own must give the same answers before a server has to.
             report = dataclasses.replace(job, cases=cases).prove(draft)

@@ -46,6 +46,8 @@ MAX_ERROR = 1e-3
 """Largest difference of the logits, in standard deviations."""
 MAX_STEP = 0.51
 """Largest difference of a key or value from its byte, in steps of its scale: half of one, and float32's rounding."""
+MIN_PEAK = 64
+"""Of the keys or values of a layer, in steps of 127. Calibration sees more tokens."""
 
 _HEAD = "head"
 _TOKENS = "embedding.tokens.weight"
@@ -101,6 +103,7 @@ def check(folder: Path, manifest: Manifest, model: Transformer, cases: Sequence[
             found.append(tracer.run(case))
             trace.num_rows += len(case.sequences)
         stored = tracer.stored(_kv_scales(folder, manifest)) if manifest.kv_cache.precision is KVPrecision.INT8 else []
+    _check_range(stored)
     oracle = _Oracle(model, {**products.get(ENCODER, {}), **products[DECODER]}, trace)
     logits = oracle.run(chosen, stored)
     error, first = 0.0, 0
@@ -113,6 +116,21 @@ def check(folder: Path, manifest: Manifest, model: Transformer, cases: Sequence[
         raise OracleError([f"logits differ from PyTorch's with the same weights by {error:.2g} of their spread"])
     num_tokens = sum(len(row) for case in chosen for row in (*case.sequences, *case.sources))
     return OracleReport(num_tokens, len(oracle.products), oracle.max_gap, error, MAX_ERROR)
+
+
+def _check_range(stored: Sequence[tuple[str, Tensor, Tensor]]) -> None:
+    """Checks that keys and values use their bytes' range, as PyTorch takes their scales from the graph.
+
+    Scales that are too fine cost more than an export may lose.
+
+    Raises:
+        OracleError: naming those whose scales are too coarse.
+    """
+    for name, _, values in stored:
+        if (peak := float(values.abs().max())) < MIN_PEAK:
+            raise OracleError(
+                [f"{name} reaches {peak:g} of 127 steps, must reach {MIN_PEAK}: its scales are too coarse"]
+            )
 
 
 def _short(cases: Sequence[GoldenCase]) -> list[GoldenCase]:
@@ -147,8 +165,13 @@ class _Product:
     def rounded(self, rows: Tensor) -> Tensor:
         """Rows `[..., K]` after rounding to bytes and back."""
         parts = rows.reshape(*rows.shape[:-1], -1, self.block) if self.block else rows
-        scales = parts.abs().amax(-1, keepdim=True).clamp(min=float(LEAST_PEAK)) * self.step
-        return (torch.round(parts / scales) * scales).reshape(rows.shape)
+        peaks = parts.abs().amax(-1, keepdim=True).clamp(min=float(LEAST_PEAK))
+        if self.block:
+            # ONNX Runtime multiplies by this: a tie may be rounded otherwise than by a division.
+            inverse = torch.tensor(_INT8_LIMIT) / peaks  # of a number, PyTorch would multiply the reciprocal
+            return (torch.round(parts * inverse) * (peaks / _INT8_LIMIT)).reshape(rows.shape)
+        scales = peaks * self.step
+        return torch.round(parts / scales) * scales
 
 
 def _products(folder: Path, manifest: Manifest, name: str) -> dict[str, _Product]:

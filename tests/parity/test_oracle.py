@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime
 import pytest
 import torch
+from onnx import TensorProto, helper, numpy_helper
 
-from export import oracle, quantize
+from export import oracle, quantize, quantize_kv
 from export.__main__ import main
 from export.oracle import MAX_ERROR, OracleError, check
 from export.replay import Replayer
@@ -138,6 +140,43 @@ def test_a_scale_that_is_read_otherwise_than_it_was_written_is_refused(
     change_tensor(folder, "decoder.onnx", name.replace("past_value_1", "value_1_scale"), change)
     with pytest.raises(OracleError):
         check(folder, manifest, model, cases)
+
+
+@pytest.mark.parametrize(("factor", "said"), [(1 / 4, "past_key_0 reaches"), (4, "failed")])
+def test_an_export_whose_scales_of_keys_and_values_are_far_too_coarse_or_fine_is_refused(
+    factor: float, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both sides read them from the graph, so that their bytes are alike."""
+    checkpoint = tiny_checkpoint(tmp_path / "checkpoint", tiny_config(DECODER_ONLY))
+    monkeypatch.setattr(quantize_kv, "LIMIT", np.float32(127 * factor))
+    assert main([str(checkpoint), "--out", str(tmp_path / "out"), "--precision", "int8", "--kv-cache", "int8"]) == 1
+    printed = capsys.readouterr()
+    assert said in printed.err + printed.out
+
+
+def test_standard_operators_round_blocks_of_a_row_as_the_oracle_does() -> None:
+    """Numbers halfway between two steps: 1 in 20 is rounded otherwise by a division."""
+    size, num_rows = 32, 4096
+    identity = np.full((size, 1, size // 2), 0x88, np.uint8)
+    identity[np.arange(size), 0, np.arange(size) // 2] += np.where(np.arange(size) % 2, 0x10, 1).astype(np.uint8)
+    given = {"K": size, "N": size, "bits": 4, "block_size": size, "accuracy_level": 4}
+    node = helper.make_node("MatMulNBits", ["rows", "weight", "scales"], ["out"], domain="com.microsoft", **given)
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in ("rows", "out")]
+    weights = {"weight": identity, "scales": np.ones(size, np.float32)}
+    stored = [numpy_helper.from_array(value, name) for name, value in weights.items()]
+    graph = helper.make_graph([node], "g", values[:1], values[1:], stored)
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    rng = np.random.default_rng(0)
+    peaks = rng.uniform(0.1, 3, (num_rows, 1)).astype(np.float32)
+    rows = ((rng.integers(-126, 126, (num_rows, size)) + 0.5).astype(np.float32) * (peaks / np.float32(127))).astype(
+        "f4"
+    )
+    rows[:, :1] = peaks
+    rounded = oracle._Product("decoder", "rows", lambda: torch.eye(size), 1 / 127, size).rounded(torch.from_numpy(rows))
+    # A sum of large numbers that cancel, and so less exact than a step is wide.
+    assert np.abs(session.run(None, {"rows": rows})[0] - rounded.numpy()).max() < 0.2 * peaks.min() / 127
 
 
 def test_an_export_whose_rows_are_rounded_otherwise_is_refused_and_writes_nothing(
