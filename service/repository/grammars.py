@@ -10,7 +10,8 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
-from queue import SimpleQueue
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 
 from service.engine.sampling.grammar import Grammar, GrammarError, Vocabulary
 from service.engine.types import StructuredOutput, StructureKind
@@ -36,6 +37,7 @@ class Grammars:
         # By vocabulary, which a reloaded model has anew; least recently used first.
         self._cached: OrderedDict[tuple[Vocabulary, StructuredOutput], _Compiled] = OrderedDict()
         self._num_cached_bytes = 0
+        self._is_closed = False
 
     async def compile(self, tenant: str, vocabulary: Vocabulary | None, asked: StructuredOutput) -> Grammar:
         """The grammar of a structured output, cached if it was compiled before.
@@ -70,10 +72,16 @@ class Grammars:
 
     def close(self) -> None:
         """Ends the threads after their running work, and their children."""
+        self._is_closed = True
         if self._queue is not None:
             self._queue.close()
-        while not self._checks.empty():
-            self._checks.get().close()
+        self._end_children()
+
+    def _end_children(self) -> None:
+        """Of checks that no thread uses."""
+        with suppress(Empty):
+            while True:
+                self._checks.get_nowait().close()
 
     def _start(self) -> FairQueue:
         executor = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="grammars", initializer=lower_priority)
@@ -101,6 +109,8 @@ class Grammars:
             verdict = check.try_out(grammar)
         finally:
             self._checks.put(check)
+            if self._is_closed:
+                self._end_children()
         if verdict.problem is not None:
             is_schema = asked.kind is StructureKind.JSON_SCHEMA
             pointer = find_keyword(str(asked.value), verdict.problem) if is_schema else ""
