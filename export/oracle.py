@@ -47,7 +47,7 @@ MAX_ERROR = 1e-3
 MAX_STEP = 0.51
 """Largest difference of a key or value from its byte, in steps of its scale: half of one, and float32's rounding."""
 MIN_PEAK = 64
-"""Of the keys or values of a layer, in steps of 127. Calibration sees more tokens."""
+"""What the largest key or value of a layer must reach, of 127 steps; calibration, which sees more tokens, has 127."""
 
 _HEAD = "head"
 _TOKENS = "embedding.tokens.weight"

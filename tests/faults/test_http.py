@@ -367,6 +367,8 @@ async def test_a_stream_whose_client_reads_nothing_frees_its_row() -> None:
         await eventually(lambda: server.num_streams == 1)
         ended = await server.until_idle()
         assert ended == {"cancelled": 1}
+        http: Any = server.app._http
+        await eventually(lambda: not http._state.connections)
         assert server.metric("kv_cache_usage_ratio", model_name=MODEL) == 0
         assert await is_well(server)
         slow.close()

@@ -155,7 +155,7 @@ def test_an_export_whose_scales_of_keys_and_values_are_far_too_coarse_or_fine_is
 
 
 def test_standard_operators_round_blocks_of_a_row_as_the_oracle_does() -> None:
-    """Numbers halfway between two steps: 1 in 20 is rounded otherwise by a division."""
+    """Numbers halfway between two steps: one in six is rounded otherwise by a division."""
     size, num_rows = 32, 4096
     identity = np.full((size, 1, size // 2), 0x88, np.uint8)
     identity[np.arange(size), 0, np.arange(size) // 2] += np.where(np.arange(size) % 2, 0x10, 1).astype(np.uint8)
@@ -175,7 +175,7 @@ def test_standard_operators_round_blocks_of_a_row_as_the_oracle_does() -> None:
     )
     rows[:, :1] = peaks
     rounded = oracle._Product("decoder", "rows", lambda: torch.eye(size), 1 / 127, size).rounded(torch.from_numpy(rows))
-    # A sum of large numbers that cancel, and so less exact than a step is wide.
+    # The operator's sums cancel: they are good to a fraction of a step.
     assert np.abs(session.run(None, {"rows": rows})[0] - rounded.numpy()).max() < 0.2 * peaks.min() / 127
 
 

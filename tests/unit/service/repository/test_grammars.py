@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import gc as garbage
+import threading
 import weakref
 from collections.abc import AsyncIterator
 from typing import Any
@@ -19,6 +20,7 @@ from model.spec.tokenizer import Tokenizer
 from service.engine.sampling.grammar import Vocabulary
 from service.errors import InvalidRequest, UnsupportedFeature
 from service.process import grammar_check
+from service.process.grammar_check import GrammarCheck, Verdict
 from service.repository import grammars, loading
 from service.repository.grammars import Grammars
 from tests.servers import letter_tokenizer, served_model
@@ -113,3 +115,25 @@ async def test_cancelled_wait_leaves_others_alone(compiler: Grammars) -> None:
     with pytest.raises(asyncio.CancelledError):
         await first
     await compiler.compile("", vocabulary(), regex_of("x+"))
+
+
+async def test_a_child_that_is_in_use_when_the_compiler_closes_ends_with_its_trial() -> None:
+    compiler, tries, may_end = Grammars(), threading.Event(), threading.Event()
+    checks: list[GrammarCheck] = []
+    try_out = GrammarCheck.try_out
+
+    def held(check: GrammarCheck, grammar: str) -> Verdict:
+        verdict = try_out(check, grammar)
+        checks.append(check)
+        tries.set()
+        may_end.wait()
+        return verdict
+
+    with patch.object(GrammarCheck, "try_out", held):
+        compiling = asyncio.create_task(compiler.compile("", vocabulary(), regex_of("a+")))
+        await asyncio.to_thread(tries.wait)
+        compiler.close()
+        assert checks[0]._child is not None
+        may_end.set()
+        await compiling
+    assert checks[0]._child is None

@@ -204,7 +204,6 @@ def test_text_that_the_vocabulary_cannot_spell_is_no_fault_where_another_token_h
 
 
 def test_fork_is_independent() -> None:
-    """guidance-ai/llguidance#364: a matcher that was set back; ours goes forward alone."""
     matcher = compiled(regex_of("ab|cd")).start()
     fork = matcher.fork()
     matcher.add(spelled("a")[0])
