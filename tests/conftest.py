@@ -7,10 +7,12 @@ What tests need beside Python's packages, and which options forbid to skip them 
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -58,6 +60,26 @@ def _announces_amx() -> bool:
     return path.exists() and "amx_bf16" in path.read_text(encoding="utf-8")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what is for `--whole`: tests marked `whole`, and all but n cases of each one marked `sampled(n)`.
+
+    The seed of the tests' order draws the cases, in every process of a run the same.
+    """
+    if config.getoption("--whole"):
+        return
+    left_out, cases = set[str](), defaultdict[tuple[str, int], list[str]](list)
+    for item in items:
+        if item.get_closest_marker("whole"):
+            left_out.add(item.nodeid)
+        elif mark := item.get_closest_marker("sampled"):
+            cases[item.nodeid.partition("[")[0], mark.args[0]].append(item.nodeid)
+    for (test, count), names in cases.items():
+        drawn = random.Random(f"{config.getoption('randomly_seed', 0)} {test}").sample(sorted(names), len(names))
+        left_out.update(drawn[count:])
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
+    items[:] = [item for item in items if item.nodeid not in left_out]
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("faults")
     group.addoption("--fuzz", type=int, default=1500, help="fuzzed requests")
@@ -70,7 +92,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--whole",
         action="store_true",
-        help="all that is sampled otherwise: mutants, set-ups of batch invariance, hostile grammars, schemas",
+        help="all that is left out or sampled otherwise: long tests, most cases of others, mutants, hostile grammars",
     )
     for option, problem in requirements.OPTIONS.items():
         parser.addoption(option, action="store_true", help=f"fail, and do not skip, where {problem}")

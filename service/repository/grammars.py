@@ -8,7 +8,7 @@ have low priority, and compiling releases the interpreter's lock.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from queue import Empty, SimpleQueue
@@ -20,12 +20,14 @@ from service.process.grammar_check import STACK_BYTES, GrammarCheck, describe_gr
 from service.process.text_pool import FairQueue, lower_priority
 
 _NUM_THREADS = 2
-# Of all models: compiled grammars and their texts.
+# Of all models: compiled grammars and their texts. Beyond it the tenant that takes most loses its oldest.
 _MAX_CACHED_BYTES = 128 << 20
 # Of the smallest.
 _BASE_BYTES = 64 << 10
 
 _Compiled = tuple[Grammar | InvalidRequest, int]
+# And the tenant that had it compiled.
+_Cached = tuple[str, _Compiled]
 
 
 class Grammars:
@@ -35,8 +37,8 @@ class Grammars:
         self._checks: SimpleQueue[GrammarCheck] = SimpleQueue()
         self._queue: FairQueue | None = None
         # By vocabulary, which a reloaded model has anew; least recently used first.
-        self._cached: OrderedDict[tuple[Vocabulary, StructuredOutput], _Compiled] = OrderedDict()
-        self._num_cached_bytes = 0
+        self._cached: OrderedDict[tuple[Vocabulary, StructuredOutput], _Cached] = OrderedDict()
+        self._num_cached_bytes: Counter[str] = Counter()
         self._is_closed = False
 
     async def compile(self, tenant: str, vocabulary: Vocabulary | None, asked: StructuredOutput) -> Grammar:
@@ -54,21 +56,30 @@ class Grammars:
         if vocabulary is None:
             raise UnsupportedFeature("structured_output", "needs llguidance and known bytes of all tokens")
         key = vocabulary, asked
-        if (compiled := self._cached.pop(key, None)) is None:
+        if key not in self._cached:
             queue = self._queue = self._queue or self._start()
             compiled = await queue.run(tenant, asked.num_bytes, self._compile, vocabulary, asked)
-            self._num_cached_bytes += compiled[1]
             # Another request may have compiled the same meanwhile.
-            self._num_cached_bytes -= self._cached.pop(key, (None, 0))[1]
-        self._cached[key] = compiled
-        while self._num_cached_bytes > _MAX_CACHED_BYTES:
-            _, (_, num_bytes) = self._cached.popitem(last=False)
-            self._num_cached_bytes -= num_bytes
-        result, _ = compiled
+            if key not in self._cached:
+                self._cached[key] = tenant, compiled
+                self._num_cached_bytes[tenant] += compiled[1]
+        self._cached.move_to_end(key)
+        _, (result, _) = self._cached[key]
+        while self._num_cached_bytes.total() > _MAX_CACHED_BYTES:
+            self._forget()
         if isinstance(result, InvalidRequest):
             # Anew, as a traceback belongs to one call.
             raise InvalidRequest(result.field, result.value, result.limit)
         return result
+
+    def _forget(self) -> None:
+        """What was used longest ago of the tenant that takes most."""
+        [(tenant, _)] = self._num_cached_bytes.most_common(1)
+        key = next(key for key, (owner, _) in self._cached.items() if owner == tenant)
+        _, (_, num_bytes) = self._cached.pop(key)
+        self._num_cached_bytes[tenant] -= num_bytes
+        # Tenants without a grammar are not kept.
+        self._num_cached_bytes += Counter()
 
     def close(self) -> None:
         """Ends the threads after their running work, and their children."""

@@ -1,10 +1,11 @@
-// Every kernel by four threads, for two callers at once: a program for ThreadSanitizer, which ONNX Runtime and Python
-// are not built for. The threads are lent as a session lends its own. Exits with 1 where a caller gets other bits than
-// one thread gives.
+// Every kernel by four threads, for two callers at once, as many rounds as the argument says: a program for
+// ThreadSanitizer, which ONNX Runtime and Python are not built for. The threads are lent as a session lends its own.
+// Exits with 1 where a caller gets other bits than one thread gives.
 
 #include <algorithm>
 #include <atomic>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <random>
 #include <thread>
@@ -23,7 +24,6 @@ using Floats = std::vector<float>;
 
 constexpr int kThreads = 4;
 constexpr int kCallers = 2;
-constexpr int kRounds = 3;
 
 // Takes indices one after the other, as a session's threads do; `context` says how many threads there are.
 void lend(void* context, void (*fn)(void*, size_t), size_t count, void* data) {
@@ -134,7 +134,8 @@ Floats compute(int threads, uint32_t seed) {
 
 }  // namespace
 
-int main() {
+int main(int, char** arguments) {
+  const int num_rounds = std::atoi(arguments[1]);
   // Callers' numbers differ: what one writes into the other's memory is seen, even where ThreadSanitizer sees no write,
   // as of those with a mask.
   std::vector<Floats> expected;
@@ -143,7 +144,7 @@ int main() {
   std::vector<std::thread> callers;
   for (int caller = 0; caller < kCallers; ++caller) {
     callers.emplace_back([&, caller] {
-      for (int round = 0; round < kRounds; ++round) {
+      for (int round = 0; round < num_rounds; ++round) {
         const Floats found = compute(kThreads, 100 * caller);
         num_wrong += found.size() != expected[caller].size() ||
                      std::memcmp(found.data(), expected[caller].data(), found.size() * sizeof(float)) != 0;
@@ -151,6 +152,6 @@ int main() {
     });
   }
   for (auto& caller : callers) caller.join();
-  std::printf("%zu numbers, %d of %d rounds wrong\n", expected[0].size(), num_wrong.load(), kCallers * kRounds);
+  std::printf("%zu numbers, %d of %d rounds wrong\n", expected[0].size(), num_wrong.load(), kCallers * num_rounds);
   return num_wrong != 0;
 }

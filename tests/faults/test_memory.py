@@ -160,6 +160,7 @@ def test_unfinished_requests_of_a_key_take_no_more_than_its_share_and_another_ke
 
 # A message's `id`, and a field that no message of the protocol has.
 @pytest.mark.parametrize("field", [oip.ModelInferRequest.ID_FIELD_NUMBER, 1000])
+@pytest.mark.sampled(1)
 def test_requests_of_a_stream_whose_answers_are_not_read_take_little_memory(server: ServerProcess, field: int) -> None:
     request = oip.ModelInferRequest(model_name=DECODER)
     request.inputs.add(name="text_input", datatype="BYTES", shape=[1]).contents.bytes_contents.append(b"3 May")

@@ -53,6 +53,7 @@ def _answers(server: ServerProcess, model: str) -> list[tuple[tuple[int, ...], t
 
 @pytest.mark.parametrize("kernels", ["auto", "standard"])
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.INT8, Precision.INT4])
+@pytest.mark.sampled(2)
 def test_weights_overwritten_truncated_and_removed_under_a_running_model_leave_its_answers_bit_identical(
     tmp_path: Path, precision: Precision, kernels: str
 ) -> None:
@@ -78,6 +79,7 @@ def test_weights_overwritten_truncated_and_removed_under_a_running_model_leave_i
 @pytest.mark.parametrize(
     ("precision", "moment"), [(Precision.FP32, BEFORE), (Precision.FP32, AFTER), (Precision.INT4, AFTER)]
 )
+@pytest.mark.sampled(1)
 def test_weights_truncated_between_their_checksum_and_their_proof_are_refused_and_the_server_goes_on(
     tmp_path: Path, precision: Precision, moment: str
 ) -> None:

@@ -21,6 +21,7 @@ _CASES = [
     *((name, Device.CUDA, precision, CARD) for name in TINY for precision in CUDA_PRECISIONS),
     *((name, Device.CUDA, each, (*CARD, pytest.mark.slow)) for name in _LARGE for each in CUDA_PRECISIONS),
 ]
+_subjects = dict[tuple[str, Device, Precision], Subject]()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -38,5 +39,9 @@ def quick_exports() -> None:
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
     """A model with random weights, and its graphs."""
     name, device, precision = request.param
-    folder, model = tmp_path_factory.mktemp("graphs"), stirred(build(configs()[name], 0))
-    return Subject(name, device, precision, model, folder, emit_model(model, folder, precision, device))
+    # A parametrized fixture is made again at each change of its parameter, which tests in a random order are.
+    if request.param not in _subjects:
+        folder, model = tmp_path_factory.mktemp("graphs"), stirred(build(configs()[name], 0))
+        manifest = emit_model(model, folder, precision, device)
+        _subjects[request.param] = Subject(name, device, precision, model, folder, manifest)
+    return _subjects[request.param]

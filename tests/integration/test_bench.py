@@ -373,6 +373,7 @@ def test_the_command_line_of_make_bench_is_kept() -> None:
     assert bench.SCENARIO.printed == ("rows", "ratios")
 
 
+@pytest.mark.whole
 def test_the_systems_of_a_card_are_measured_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Real systems, one process each, with a tiny model; the same command as on a card but for the device."""
     recipe = tmp_path / "tiny.json"

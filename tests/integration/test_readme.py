@@ -157,7 +157,14 @@ def newcomer(tmp_path: Path, programs: Path, *, is_whole: bool) -> Iterator[Newc
 
 
 @pytest.mark.timeout(TIMEOUT_SECONDS)
-@pytest.mark.parametrize("page", [page for page in PAGES if BLOCK.search((ROOT / page).read_text(encoding="utf-8"))])
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.whole] * (page != "README.md"))
+        for page in PAGES
+        if BLOCK.search((ROOT / page).read_text(encoding="utf-8"))
+    ],
+)
 def test_every_block_of_a_page_runs_as_it_stands(page: str, newcomer: Newcomer) -> None:
     blocks = BLOCK.findall((ROOT / page).read_text(encoding="utf-8"))
     if page != "README.md":

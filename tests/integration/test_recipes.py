@@ -135,6 +135,7 @@ def last_line(output: str) -> dict[str, object]:
 
 
 @pytest.mark.timeout(TIMEOUT_SECONDS)
+@pytest.mark.whole
 def test_english_to_german_runs_from_catalogs_to_an_answer_over_grpc(tmp_path):
     shown = commands(RECIPES / "en-de.md")
     fetched, train, evaluate, export, serve, ask = shown[:6]

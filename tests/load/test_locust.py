@@ -78,6 +78,7 @@ def hold_faults(records: list[Record], count: int) -> None:
 
 
 @pytest.mark.parametrize(("way", "connections"), [("direct", 8), ("envoy", 2)])
+@pytest.mark.sampled(1)
 def test_known_delays_are_measured_within_five_percent_with_pausing_users(
     way: str, connections: int, tmp_path: Path
 ) -> None:

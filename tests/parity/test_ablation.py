@@ -63,6 +63,7 @@ def test_every_row_is_in_the_table_and_the_table_has_no_other() -> None:
     assert shown == {row.name for row in ROWS}
 
 
+@pytest.mark.whole
 def test_the_scenario_measures_every_run_once_and_resumes(tmp_path: Path) -> None:
     settings = scenario.AblationSettings(rows=("base", "gru"), seeds=1, steps=4, jobs=1, overrides=TINY)
     first = scenario.measure(settings, Run(tmp_path))["runs"]

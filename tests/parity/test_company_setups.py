@@ -1,13 +1,9 @@
-"""Batch invariance by kernels and by standard operators, on one thread and on three, tiny and at true widths.
-
-A sample of set-ups, others with each seed of the tests' order; `--whole`: all of them.
-"""
+"""Batch invariance by kernels and by standard operators, on one thread and on three, tiny and at true widths."""
 
 from __future__ import annotations
 
 import dataclasses
-import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -20,17 +16,13 @@ from tests.parity.test_look_up_bits import GUESSING, LIMITS, answers, engine_for
 from tests.parity.test_look_up_bits import ask as ask_by_look_up
 from tests.served import DECODER_ONLY, SETUPS, alone, answer_of, ask, options_of, pool, run, served, sizes
 
-SAMPLE = 4
-"""Tiny set-ups that a run tries; wide ones take minutes."""
 GUESSED = tuple(setup for setup in SETUPS if sizes(setup)[0] == DECODER_ONLY and "+kernels" in setup)
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    is_whole, seed = (metafunc.config.getoption(name, 0) for name in ("--whole", "randomly_seed"))
-    for fixture, setups, sample in (("setup", SETUPS, SAMPLE), ("guessed", GUESSED, SAMPLE // 2)):
-        if fixture in metafunc.fixturenames:
-            tiny = [setup for setup in setups if not setup.endswith("+wide")]
-            metafunc.parametrize(fixture, setups if is_whole else random.Random(f"{seed}").sample(tiny, sample))
+def cases(setups: Sequence[str]) -> pytest.MarkDecorator:
+    """Wide ones take minutes."""
+    marks = {setup: [pytest.mark.whole] * setup.endswith("+wide") for setup in setups}
+    return pytest.mark.parametrize("setup", [pytest.param(setup, marks=each) for setup, each in marks.items()])
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +32,8 @@ def engines_are_released() -> Iterator[None]:
     alone.cache_clear()
 
 
+@cases(SETUPS)
+@pytest.mark.sampled(4)
 @pytest.mark.timeout(600)
 def test_batch_invariance_in_company_after_cache_hits_and_preemptions(setup: str) -> None:
     if "+kernels" in setup and not kernels.operators():
@@ -73,11 +67,13 @@ def test_batch_invariance_in_company_after_cache_hits_and_preemptions(setup: str
     assert all(host.recorder.logits[key] == bits for key, bits in logits.items())
 
 
+@cases(GUESSED)
+@pytest.mark.sampled(2)
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not kernels.operators(), reason="the kernels are not built for this processor")
-def test_look_up_changes_no_bit(guessed: str) -> None:
-    family, overrides = sizes(guessed)
-    folder, options = tiny_artifact(family, **overrides), options_of(guessed)
+def test_look_up_changes_no_bit(setup: str) -> None:
+    family, overrides = sizes(setup)
+    folder, options = tiny_artifact(family, **overrides), options_of(setup)
     engine = engine_for(folder, GUESSING, options)
     assert engine.max_draft_tokens == GUESSING.look_up
     vocab_size = overrides.get("vocab_size", 288)

@@ -186,6 +186,7 @@ def test_a_session_that_onnx_runtime_makes_on_another_provider_is_refused(
 
 
 @pytest.mark.parametrize(("graph", "lacking"), [(ENCODER, "LayerNormalization"), (MOVE, "ScatterND")])
+@pytest.mark.sampled(1)
 def test_a_graph_that_onnx_runtime_would_leave_in_part_to_the_processor_is_refused(
     graph: str, lacking: str, recorded: Recorded
 ) -> None:
@@ -335,6 +336,7 @@ def test_factory_refuses_an_artifact_for_another_device() -> None:
 
 
 @pytest.mark.parametrize(("family", "precision"), [(DECODER_ONLY, Precision.BF16), (ENCODER_DECODER, Precision.FP16)])
+@pytest.mark.sampled(1)
 def test_a_cuda_artifact_is_written_checked_and_refused_where_there_is_no_device(
     family: str, precision: Precision, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -27,7 +27,7 @@ TOLERANCE = 1e-6
 LIMIT_SECONDS = 280
 
 # The first test has the processes started.
-pytestmark = pytest.mark.timeout(LIMIT_SECONDS + 100)
+pytestmark = [pytest.mark.whole, pytest.mark.timeout(LIMIT_SECONDS + 100)]
 
 
 def launch(*, nodes: int, processes: int, endpoint: str) -> list[str]:

@@ -88,6 +88,7 @@ def _artifact(row: str) -> Path:
 
 
 @pytest.mark.parametrize("row", CONFIGURATIONS.strip().splitlines(), ids=lambda row: "-".join(row.split()))
+@pytest.mark.sampled(5)
 def test_export_of_every_configuration_answers_as_pytorch_does_and_stores_no_tensor_twice(row: str) -> None:
     folder = _artifact(row)
     report = verify(folder, lambda _: None)
@@ -283,6 +284,7 @@ def test_optimised_decoder_has_nothing_but_the_work(family: str, tmp_path: Path)
 
 @pytest.mark.parametrize("kind", ["slots", "blocks", "additive"])
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.sampled(1)
 def test_what_follows_the_last_attention_is_computed_of_wanted_tokens_alone(family: str, kind: str) -> None:
     if kind == "blocks":
         folder = paged_artifact(family)

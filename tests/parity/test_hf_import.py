@@ -68,6 +68,7 @@ def outcomes(
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.sampled(8)
 def test_imported_checkpoint_answers_as_transformers_does(case: Case, outcomes: dict[str, Future[Outcome]]) -> None:
     outcome = outcomes[case.name].result()
     assert not outcome.problems
@@ -114,6 +115,7 @@ def test_a_difference_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ("bart-plain", Precision.INT4, KVPrecision.FP32),
     ],
 )
+@pytest.mark.sampled(1)
 def test_imported_checkpoint_is_proven_in_fewer_bits(
     name: str, precision: Precision, kv_precision: KVPrecision, tmp_path: Path
 ) -> None:

@@ -248,6 +248,7 @@ class Decoder:
 
 
 @by_decoder
+@pytest.mark.sampled(4)
 def test_decoded_row_has_the_same_bits_alone_and_in_any_batch(
     family: str, shape: Shape | None, precision: Precision
 ) -> None:
@@ -280,6 +281,7 @@ def decode_alone_and_batched(decoder: Decoder, batches: Iterable[Sequence[int]])
     ],
     ids=lambda value: value if isinstance(value, str) else _name(value),
 )
+@pytest.mark.sampled(3)
 def test_prefill_has_the_same_bits_in_any_slot(shape: Shape | None, precision: Precision) -> None:
     decoder = _decoder("decoder-only", shape, precision)
     ids = np.random.default_rng(1).integers(0, decoder.config.vocab_size, (1, 61))
@@ -310,6 +312,7 @@ KV_SHAPES: list[tuple[Shape, Precision]] = [
     ],
     ids=lambda value: value if isinstance(value, str) else _name(value),
 )
+@pytest.mark.sampled(4)
 def test_decoded_row_over_int8_kv_has_the_same_bits_alone_and_among_up_to_33(
     family: str, shape: Shape, precision: Precision
 ) -> None:
@@ -328,6 +331,7 @@ def test_decoded_row_over_int8_kv_has_the_same_bits_alone_and_among_up_to_33(
 @pytest.mark.parametrize(
     ("shape", "precision"), KV_SHAPES, ids=lambda value: value if isinstance(value, str) else _name(value)
 )
+@pytest.mark.sampled(3)
 def test_prefill_over_int8_kv_has_the_same_bits_in_any_slot_and_in_any_chunks(
     shape: Shape, precision: Precision
 ) -> None:
@@ -358,6 +362,7 @@ def test_prefill_over_int8_kv_has_the_same_bits_in_any_slot_and_in_any_chunks(
     ],
     ids=lambda value: value if isinstance(value, str) else _name(value),
 )
+@pytest.mark.sampled(8)
 def test_short_prompt_has_the_same_bits_alone_and_together_whatever_pads_it(
     shape: Shape | None, precision: Precision, kv_precision: KVPrecision, by_kernels: bool
 ) -> None:
@@ -393,6 +398,7 @@ def _prefill_together(decoder: Decoder, ids: npt.NDArray[np.int64], lengths: npt
     [(SHAPES[0], KV_FP32), (ADDITIVE_SHAPE, KV_FP32), (SHAPES[0], KV_INT8)],
     ids=lambda value: value if isinstance(value, str) else _name(value),
 )
+@pytest.mark.sampled(1)
 def test_cross_attention_leaves_the_source_as_it_is(shape: Shape | None, kv_precision: KVPrecision) -> None:
     decoder = _decoder("encoder-decoder", shape, kv_precision=kv_precision)
     _, buffers = decoder.decode(range(NUM_ROWS))
@@ -413,6 +419,7 @@ def test_cross_attention_leaves_the_source_as_it_is(shape: Shape | None, kv_prec
     ],
     ids=lambda value: value if isinstance(value, str) else _name(value),
 )
+@pytest.mark.sampled(4)
 def test_encoded_source_has_the_same_bits_alone_and_batched(
     shape: Shape | None, precision: Precision, kv_precision: KVPrecision
 ) -> None:

@@ -111,6 +111,7 @@ def test_int4_products_by_tiles_have_the_bits_of_those_by_vectors(
     ("heads", "kv_heads", "dim", "rotary"), [(4, 4, 32, True), (6, 2, 64, False), (3, 1, 96, True), (2, 1, 256, False)]
 )
 @pytest.mark.parametrize(("window", "int8"), [(-1, False), (40, False), (560, False), (-1, True), (150, True)])
+@pytest.mark.sampled(4)
 def test_attention_in_tiles_is_that_in_vectors_and_has_the_same_bits_in_any_long_chunks(
     library: Path, heads: int, kv_heads: int, dim: int, rotary: bool, window: int, int8: bool
 ) -> None:

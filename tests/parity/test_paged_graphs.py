@@ -384,6 +384,7 @@ def operators(path: Path, precision: Precision) -> set[tuple[str, int, str]]:
 
 
 @CUDA_GRAPHS
+@pytest.mark.sampled(2)
 def test_cuda_has_a_kernel_for_every_node_of_the_graphs(variant: str, precision: Precision) -> None:
     """A session that records refuses a graph with a single node for which there is none."""
     folder, _ = cuda_graphs(variant, precision)
@@ -400,6 +401,7 @@ def test_cuda_has_a_kernel_for_every_node_of_the_graphs(variant: str, precision:
 
 
 @pytest.mark.parametrize("variant", ["sinusoidal", "encoder-rotary"])
+@pytest.mark.sampled(1)
 def test_an_encoder_computes_on_whole_numbers_alone_where_it_may_run_on_the_processor(variant: str) -> None:
     """ONNX Runtime leaves there what follows from shapes; a session takes nothing else."""
     folder, _ = cuda_graphs(variant)

@@ -97,6 +97,7 @@ def test_gradients_vanish_through_cells_and_not_through_attention(seed: int) -> 
     assert sum(far) / 16 > 0.3 * sum(near) / 16
 
 
+@pytest.mark.whole
 def test_one_fixed_vector_falls_with_the_length_and_attention_does_not() -> None:
     fixed, attention = (
         lengths.train(replace(SMALL, network=each))["accuracy"] for each in (Network.FIXED, Network.ATTENTION)
@@ -113,6 +114,7 @@ def test_intervals_are_students() -> None:
     )
 
 
+@pytest.mark.whole
 def test_the_study_measures_each_figure_once_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = recurrence.RecurrenceSettings(seeds=1, steps=1, longest=64, batch_tokens=64, jobs=1)
     first = recurrence.measure(settings, Run(tmp_path))

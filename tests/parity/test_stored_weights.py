@@ -134,6 +134,7 @@ def test_every_wrong_tensor_is_named(
 
 @pytest.mark.parametrize("family", list(Architecture))
 @pytest.mark.parametrize("precision", [Precision.FP16, Precision.BF16])
+@pytest.mark.sampled(1)
 def test_graphs_for_a_device_store_the_rounded_weights(family: Architecture, precision: Precision) -> None:
     folder = paged_artifact(family, Device.CUDA, precision, block_size=256)
     model, files = random_model(tiny_config(family)), files_of(folder)
@@ -172,6 +173,7 @@ def test_a_weight_that_is_missing_or_read_with_anothers_scales_is_named(
 
 
 @pytest.mark.parametrize("precision", CPU_PRECISIONS)
+@pytest.mark.sampled(1)
 def test_a_bias_of_zeros_is_in_no_graph_and_need_not_be(precision: Precision, tmp_path: Path) -> None:
     """As published translation models have: the exporter leaves a sum with zeros out."""
     config = tiny_config(ENCODER_DECODER, logits_bias=True)

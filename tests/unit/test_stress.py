@@ -138,6 +138,7 @@ def test_it(number):
 """
 
 
+@pytest.mark.whole
 def test_a_failure_is_named_with_the_command_that_repeats_its_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,10 +59,20 @@ async def test_refused_grammar_is_tried_once_and_named(compiler: Grammars) -> No
 async def test_cache_forgets_what_was_used_longest_ago(compiler: Grammars) -> None:
     grammar = await compiler.compile("", vocabulary(), regex_of("a+"))
     rare = await compiler.compile("", vocabulary(), regex_of("c+"))
-    with patch.object(grammars, "_MAX_CACHED_BYTES", compiler._num_cached_bytes - 1):
+    with patch.object(grammars, "_MAX_CACHED_BYTES", compiler._num_cached_bytes.total() - 1):
         assert await compiler.compile("", vocabulary(), regex_of("a+")) is grammar
-    assert compiler._num_cached_bytes == sum(num_bytes for _, num_bytes in compiler._cached.values())
+    assert compiler._num_cached_bytes.total() == sum(num_bytes for _, (_, num_bytes) in compiler._cached.values())
     assert await compiler.compile("", vocabulary(), regex_of("c+")) is not rare
+
+
+async def test_cache_forgets_grammars_of_the_tenant_that_takes_most(compiler: Grammars) -> None:
+    kept = await compiler.compile("modest", vocabulary(), regex_of("a+"))
+    first, *_, last = [await compiler.compile("greedy", vocabulary(), regex_of(f"b{{{n}}}")) for n in range(1, 6)]
+    with patch.object(grammars, "_MAX_CACHED_BYTES", compiler._num_cached_bytes.total() - 1):
+        assert await compiler.compile("modest", vocabulary(), regex_of("a+")) is kept
+    assert await compiler.compile("modest", vocabulary(), regex_of("a+")) is kept
+    assert await compiler.compile("greedy", vocabulary(), regex_of("b{5}")) is last
+    assert await compiler.compile("greedy", vocabulary(), regex_of("b{1}")) is not first
 
 
 @pytest.mark.parametrize("decoder", [decoders.Fuse(), decoders.WordPiece()], ids=["fuse", "word-piece"])
