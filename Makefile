@@ -39,10 +39,10 @@ $(DEV): $(STAMP)
 demo: $(STAMP) .kernels ## train two models, export, prove, serve and ask them (DEMO=quick: one, in less than a minute)
 	$(BIN)/python -m benchmarks.demo $(if $(filter quick,$(DEMO)),--quick)
 
-# A file's tests stay together, as they share servers and artifacts; many of them wait more than they compute, so there is a
-# process more than processors. The order is random, and its seed is printed first.
+# A file's tests stay together, as they share servers and artifacts; many of them wait more than they compute. The
+# order is random, and its seed is printed first.
 test: $(DEV) .kernels ## run the test suite in a random order (PYTEST_ADDOPTS=--randomly-seed=N), four processes at most
-	$(BIN)/python -m pytest --numprocesses $$(($$(nproc) + 1)) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 stress-test: $(DEV) .kernels ## run the tests in other orders, clocks and loads: 25 passes, hours, resumable (STRESS="--only core")
 	$(BIN)/python -m tests.stress $(STRESS)
