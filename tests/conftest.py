@@ -67,7 +67,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     if config.getoption("--whole"):
         return
-    left_out, cases = set[str](), defaultdict[tuple[str, int], list[str]](list)
+    left_out, cases = set[str](), defaultdict[tuple[str, int], list[str]](list)  # by test and n
     for item in items:
         if item.get_closest_marker("whole"):
             left_out.add(item.nodeid)

@@ -20,7 +20,7 @@ GUESSED = tuple(setup for setup in SETUPS if sizes(setup)[0] == DECODER_ONLY and
 
 
 def cases(setups: Sequence[str]) -> pytest.MarkDecorator:
-    """Wide ones take minutes."""
+    """Parametrizes `setup`; wide ones take minutes and are left to `--whole`."""
     marks = {setup: [pytest.mark.whole] * setup.endswith("+wide") for setup in setups}
     return pytest.mark.parametrize("setup", [pytest.param(setup, marks=each) for setup, each in marks.items()])
 
