@@ -87,10 +87,11 @@ def describe_grammar(kind: str, value: Any) -> str:
 def find_keyword(schema: str, error: str) -> str:
     """Where a JSON schema has the first keyword that llguidance's error names, as a JSON pointer; "" if nowhere."""
     listed = re.search(r"Unimplemented keys: (\[.*?\])", error)
-    keys = set(json.loads(listed[1])) if listed else {"oneOf"} if error.startswith("oneOf") else set()
+    # An error may repeat the schema's own words, and these look like a list.
     try:
+        keys = set(json.loads(listed[1])) if listed else {"oneOf"} if error.startswith("oneOf") else set()
         return next((f"#{path}" for path, key in _keywords(json.loads(schema), "") if key in keys), "")
-    except (ValueError, RecursionError):
+    except (TypeError, ValueError, RecursionError):
         return ""
 
 
@@ -180,8 +181,10 @@ class GrammarCheck:
     def _read(self, child: subprocess.Popen[bytes], seconds: float) -> bytes | None:
         """A line without its end; None from a child that has ended or takes too long, which is closed."""
         out: Any = child.stdout
-        ready, _, _ = select.select([out], [], [], seconds)
-        line: bytes = out.readline() if ready else b""
+        # Not `select`, which knows no descriptor beyond 1,023.
+        poll = select.poll()
+        poll.register(out, select.POLLIN)
+        line: bytes = out.readline() if poll.poll(1000 * seconds) else b""
         if line.endswith(b"\n"):
             return line[:-1]
         self.close()

@@ -17,7 +17,7 @@ from service.engine.sampling.grammar import Grammar, GrammarError, Vocabulary
 from service.engine.types import StructuredOutput, StructureKind
 from service.errors import InvalidRequest, UnsupportedFeature
 from service.process.grammar_check import STACK_BYTES, GrammarCheck, describe_grammar, find_keyword
-from service.process.text_pool import FairQueue, lower_priority
+from service.process.text_pool import LONG_BYTES, FairQueue, lower_priority
 
 _NUM_THREADS = 2
 # Of all models: compiled grammars and their texts. Beyond it the tenant that takes most loses its oldest.
@@ -58,7 +58,8 @@ class Grammars:
         key = vocabulary, asked
         if key not in self._cached:
             queue = self._queue = self._queue or self._start()
-            compiled = await queue.run(tenant, asked.num_bytes, self._compile, vocabulary, asked)
+            # As long work, however short its text: it waits for a thread where tenants take turns, not behind others.
+            compiled = await queue.run(tenant, LONG_BYTES, self._compile, vocabulary, asked)
             # Another request may have compiled the same meanwhile.
             if key not in self._cached:
                 self._cached[key] = tenant, compiled

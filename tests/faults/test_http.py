@@ -6,8 +6,9 @@ import asyncio
 import json
 import random
 import socket
+import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -225,6 +226,15 @@ async def test_text_that_has_no_bytes_of_its_own_is_answered_in_json(path: str, 
             assert answer.json["id"].endswith(body["request_id"])
 
 
+@pytest.fixture
+def usual_stack() -> Iterator[None]:
+    """Python's own limit, as a server's process has it: libraries that tests use raise it."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(1000)
+    yield
+    sys.setrecursionlimit(before)
+
+
 @pytest.mark.parametrize(
     ("body", "words"),
     [
@@ -243,6 +253,7 @@ async def test_text_that_has_no_bytes_of_its_own_is_answered_in_json(path: str, 
     ],
     ids=lambda each: repr(each[:20]) if isinstance(each, bytes) else "",
 )
+@pytest.mark.usefixtures("usual_stack")
 async def test_json_that_is_none_or_too_much_is_refused(body: bytes, words: str) -> None:
     async with serving() as server:
         answer = await ask(server, COMPLETIONS, body)
@@ -424,6 +435,9 @@ ITEMS = [
     [{"type": "function_call_output", "call_id": "c", "output": "b"}, {"role": "user", "content": None}],
     [{"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "[]"}}]}],
     [{"type": "function", "name": "f", "function": {"name": "f"}}],
+    [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"not": {}}}}}}],
+    {"type": "Unimplemented keys: [x]"},
+    {"type": "function"},
 ]
 
 
@@ -438,7 +452,7 @@ def mutated(rng: random.Random) -> bytes:
         "stream", "stream_options", "logprobs", "top_logprobs", "user", "tools", "response_format", "priority",
         "use_beam_search", "beam_size", "request_id", "timeout_seconds", "min_tokens", "stop_token_ids", "echo",
         "unheard_of", "top_k", "input", "instructions", "max_output_tokens", "metadata", "include", "reasoning", "text",
-        "tool_choice", "tokens",
+        "tool_choice", "tokens", "guided_json", "guided_regex", "guided_choice", "structured_outputs",
     ]  # fmt: skip
     for _ in range(rng.randint(0, 3)):
         values[rng.choice(names)] = rng.choice(odd)

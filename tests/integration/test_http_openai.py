@@ -13,6 +13,7 @@ from openai import OpenAI
 
 from service.config import Admission
 from service.engine.types import FinishReason, GenerationRequest, TokenEvent
+from service.process.text_pool import TextPool
 from service.repository.grammars import Grammars
 from service.runtime.async_engine import AsyncEngine
 from tests.fakes import EOS, FakeRunner, Gate, spell
@@ -139,6 +140,9 @@ async def test_the_headers_deadline_ends_a_body_that_does_not_come_and_a_form_th
         assert (await read_answer(reader)).status == 504
         writer.close()
         never = asyncio.Event()
+        with patch.object(TextPool, "run", lambda *_: never.wait()):
+            for path, asked in (("/tokenize", {"prompt": "ab"}), ("/detokenize", {"tokens": [5]})):
+                assert (await ask(server, path, asked, {"x-request-timeout": "0.1"})).status == 504
         with patch.object(Grammars, "compile", lambda *_: never.wait()):
             fields = {"prompt": "ab", "structured_outputs": {"regex": "a+"}}
             late = await ask(server, "/v1/completions", fields, {"x-request-timeout": "0.1"})
@@ -219,6 +223,8 @@ async def test_models_tokens_and_versions_are_told() -> None:
         assert bare["tokens"] == told["tokens"][1:]
         back = await ask(server, "/detokenize", {"model": "fake", "tokens": told["tokens"]})
         assert back.json == {"prompt": "ab"}
+        wrong = await ask(server, "/tokenize", {"model": "fake", "messages": [{"role": "wizard", "content": "a"}]})
+        assert (wrong.status, wrong.error["param"]) == (400, "messages[0].role")
         wrong = await ask(server, "/detokenize", {"model": "fake", "tokens": [10**6]})
         assert (wrong.status, wrong.error["param"]) == (400, "tokens[0]")
         assert (await ask(server, "/version")).json["version"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -224,7 +225,8 @@ async def test_response_has_the_calls_of_chat_streamed_and_not(server: Running) 
         assert kinds[-4:] == ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
 
 
-PLACE = "tools[0].function.parameters"
+PLACE, FORM = "tools[0].function.parameters", "response_format.json_schema"
+NESTED: dict[str, Any] = reduce(lambda inner, _: {"not": inner}, range(300), {})
 
 
 def tool_of(parameters: Any, **fields: Any) -> list[dict[str, Any]]:
@@ -255,6 +257,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": {"type": "function", "function": {"name": "unheard"}}}, "tool_choice.function.name"),
     ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
     ({"tools": None, "tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": {}}, "tool_choice.type"),
+    ({"tool_choice": ""}, "tool_choice"),
+    ({"tool_choice": "none", "tools": tool_of({"const": "x" * (512 << 10)})}, "tools"),
+    ({"tool_choice": "none", "tools": tool_of(NESTED)}, PLACE),
+    (
+        {"tools": None, "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": NESTED}}},
+        f"{FORM}.schema",
+    ),
     ({"parallel_tool_calls": 1}, "parallel_tool_calls"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"tools": tool_of({"const": "x" * (70 << 10)})}, "tools"),
@@ -263,6 +273,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (after(call_of(arguments="{}")), "messages[1].tool_calls[0].function.name"),
     (after({"role": "assistant", "content": None}), "messages[1].content"),
     (after({"role": "user", "content": "a", "tool_call_id": "a"}), "messages[1].tool_call_id"),
+    (after({"role": "tool", "content": "a", "tool_call_id": "<" * 100_000}), "messages"),
 ]
 
 

@@ -15,6 +15,7 @@ from service.engine.types import FinishReason, SamplingParams, TokenLogprobs
 from service.generator import Accepted, Finished, Outcome, Part, Piece
 from service.repository.models import ServedModel
 from service.transport import codec
+from service.transport.http.exchange import encode
 from service.transport.http.requests import Asked
 from service.transport.http.thoughts import FIELD, ThoughtParser
 from service.transport.http.tools import CALL_TAG, CallParser
@@ -43,6 +44,8 @@ class Answer:
 
     prefix = ""
     kind = chunk_kind = ""
+    num_repeated_bytes = 0
+    """Of what a stream's last events have again, so far."""
 
     def __init__(self, asked: Asked, sampling: SamplingParams, resolve: Callable[[str], ServedModel]) -> None:
         self._asked = asked
@@ -88,6 +91,10 @@ class Answer:
                 if self._asked.includes_usage:
                     costs = {} if part.cost is None else {"cost": _cost(part)}
                     yield self._named(self.chunk_kind, [], usage=self._totals(part), **costs)
+
+    def encode(self, value: Values) -> bytes:
+        """The JSON of a chunk, before the next one is taken, or of the whole answer."""
+        return encode(value)
 
     def failed(self, error: Mapping[str, Any]) -> Iterator[Values]:  # noqa: ARG002 (responses')
         """What precedes an error as the last event of a stream."""

@@ -22,6 +22,8 @@ from service.transport.receiving import MAX_BYTES, in_steps
 _MIN_PLACES = 4
 # Elements of a small body are not counted: it is parsed in less than a millisecond.
 _FREE_BYTES = 4096
+MAX_SCHEMA_DEPTH = 128
+"""To which schemas nest: what was parsed is encoded again, and the stack must not end that."""
 # One step blocks the event loop: bytes, each of which may begin or end a string.
 _STEP_BYTES = 32 << 10
 
@@ -158,3 +160,14 @@ def _finite(text: str) -> float:
 
 def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is no number")
+
+
+def nests_deeper(value: Any, most: int) -> bool:
+    """Whether lists and objects of JSON lie in each other deeper than so."""
+    level = [value]
+    for _ in range(most + 1):
+        level = [each for each in level if isinstance(each, dict | list)]
+        if not level:
+            return False
+        level = [each for values in level for each in (values.values() if isinstance(values, dict) else values)]
+    return True

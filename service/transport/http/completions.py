@@ -23,7 +23,6 @@ from service.transport import codec
 from service.transport.http.answers import Answer, ChatAnswer, CompletionAnswer
 from service.transport.http.bodies import parse
 from service.transport.http.calls import Request
-from service.transport.http.exchange import encode
 from service.transport.http.fields import renaming
 from service.transport.http.requests import Asked, decode_chat, decode_completion
 from service.transport.http.responses import ResponseAnswer, decode_response
@@ -101,20 +100,22 @@ class Completions:
                         if isinstance(part, Accepted):
                             accept(request, answer, part)
                         for chunk in answer.chunks(part):
-                            await request.exchange.event(chunk, chunk.get("type", ""))
+                            await request.exchange.event(answer.encode(chunk), chunk.get("type", ""))
+                        if answer.num_repeated_bytes > self._max_answer_bytes:
+                            raise AnswerTooLarge(answer.num_repeated_bytes, self._max_answer_bytes, "ask for less")
                     return DONE
                 collected: list[Part] = []
                 async for part in parts:
                     if isinstance(part, Accepted):
                         accept(request, answer, part)
                     collected.append(part)
-        return await self.encoded(collected, lambda: answer.whole(collected))
+        return await self.encoded(collected, lambda: answer.encode(answer.whole(collected)))
 
     async def parsed(self, request: Request) -> dict[str, Any]:
         """The body's JSON object."""
         return await self.off_loop(len(request.body), parse, request.take_body())
 
-    async def encoded(self, parts: list[Part], build: Callable[[], Any]) -> bytes:
+    async def encoded(self, parts: list[Part], build: Callable[[], bytes]) -> bytes:
         """An answer built of these parts, off the event loop where they are many.
 
         Raises:
@@ -123,7 +124,7 @@ class Completions:
         pieces = [part for part in parts if isinstance(part, Piece)]
         num_bytes = sum(len(each.text) + _TOKEN_BYTES * len(each.token_ids) for each in pieces)
         num_bytes += sum(_LOGPROB_BYTES * (1 + len(own.top_token_ids)) for each in pieces for own in each.logprobs)
-        data = await self.off_loop(num_bytes, lambda: encode(build()))
+        data = await self.off_loop(num_bytes, build)
         if len(data) > self._max_answer_bytes:
             raise AnswerTooLarge(len(data), self._max_answer_bytes)
         return data

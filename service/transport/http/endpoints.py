@@ -11,6 +11,7 @@ from onward.v1 import generation_pb2 as pb
 from service.access import current_caller
 from service.config import RequestLimits
 from service.errors import InvalidRequest, NotServing
+from service.generator import within
 from service.process.text_pool import TextPool
 from service.repository.entry import Models
 from service.repository.models import Conversation, ServedModel, check_ids, text_size
@@ -100,6 +101,15 @@ class _Texts:
 
     async def tokenize(self, request: Request) -> bytes:
         """`/tokenize`: a text, or a conversation by the model's template."""
+        async with within(request.deadline):
+            return await self._tokenize(request)
+
+    async def detokenize(self, request: Request) -> bytes:
+        """`/detokenize`: the text of token ids, as of an answer's."""
+        async with within(request.deadline):
+            return await self._detokenize(request)
+
+    async def _tokenize(self, request: Request) -> bytes:
         num_body_bytes = len(request.body)
         values = await self._completions.parsed(request)
         refuse_others(values, ("model", "prompt", "messages", "add_special_tokens", "return_token_strs"), {}, ())
@@ -114,17 +124,19 @@ class _Texts:
                 return message.text
             if values.get("prompt") is not None or is_bare:
                 raise InvalidRequest("messages", "given", "must be set without prompt and add_special_tokens")
-            add_messages(message, values["messages"], "messages")
-            return codec.conversation(message)
+            with renaming("messages"):
+                add_messages(message, values["messages"], "messages")
+                return codec.conversation(message)
 
         prompt = await self._completions.off_loop(num_body_bytes, decode)
         max_bytes, num_bytes = self._limits.max_tokenize_bytes, text_size(prompt)
         if num_bytes > max_bytes:
-            raise InvalidRequest("prompt", num_bytes, f"must have at most {max_bytes} bytes")
+            field = "messages" if isinstance(prompt, Conversation) else "prompt"
+            raise InvalidRequest(field, num_bytes, f"must have at most {max_bytes} bytes")
 
         def work() -> bytes:
             if isinstance(prompt, Conversation):
-                with renaming("prompt", {"prompt.chat": "messages"}):
+                with renaming("messages", {"prompt.chat": "messages"}):
                     token_ids = list(model.encode_prompt(prompt))
             else:
                 tokenizer = model.prompt_tokenizer
@@ -135,16 +147,21 @@ class _Texts:
 
         return await self._texts.run(current_caller().tenant, num_bytes, work)
 
-    async def detokenize(self, request: Request) -> bytes:
-        """`/detokenize`: the text of token ids, as of an answer's."""
+    async def _detokenize(self, request: Request) -> bytes:
+        num_body_bytes = len(request.body)
         values = await self._completions.parsed(request)
         refuse_others(values, ("model", "tokens"), {}, ())
         model = self._models.resolve(take(values, "model", str, "a string") or "")
-        message = pb.GenerateRequest()
-        set_field(message, "token_ids.ids", "tokens", values.get("tokens"))
-        token_ids, most = tuple(message.token_ids.ids), self._limits.max_detokenize_tokens
-        if len(token_ids) > most:
-            raise InvalidRequest("tokens", len(token_ids), f"must have at most {most} entries")
+        given, most = take(values, "tokens", list, "a list of token ids"), self._limits.max_detokenize_tokens
+        if given is not None and len(given) > most:
+            raise InvalidRequest("tokens", len(given), f"must have at most {most} entries")
+
+        def decode() -> tuple[int, ...]:
+            message = pb.GenerateRequest()
+            set_field(message, "token_ids.ids", "tokens", given)
+            return tuple(message.token_ids.ids)
+
+        token_ids = await self._completions.off_loop(num_body_bytes, decode)
 
         def work() -> bytes:
             check_ids("tokens", token_ids, model.output_tokenizer.vocab_size)

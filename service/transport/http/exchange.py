@@ -117,11 +117,11 @@ class Exchange:
         finally:
             watching.cancel()
 
-    async def event(self, value: Any, name: str = "") -> None:
-        """Sends a server-sent event, behind the status line if it is the first."""
+    async def event(self, data: bytes, name: str = "") -> None:
+        """Sends a server-sent event of encoded JSON, behind the status line if it is the first."""
         if not self.has_started:
             await self._start(200, EVENTS, [("cache-control", "no-store"), ("x-accel-buffering", "no")])
-        await self._write(encode_event(value, name), has_more=True)
+        await self._write(_event(data, name), has_more=True)
 
     async def answer(self, status: int, data: bytes, headers: Iterable[tuple[str, str]] = ()) -> None:
         """Sends the whole answer, JSON."""
@@ -130,8 +130,8 @@ class Exchange:
 
     async def end_with(self, error: Mapping[str, Any]) -> None:
         """Ends a stream that has begun with an error, as its last event."""
-        ahead = (encode_event(each, each["type"]) for each in self.failed(error))
-        await self.end(b"".join((*ahead, encode_event({"error": error}))))
+        ahead = (_event(encode(each), each["type"]) for each in self.failed(error))
+        await self.end(b"".join((*ahead, _event(encode({"error": error})))))
 
     async def end(self, data: bytes = b"") -> None:
         """Sends the last bytes."""
@@ -180,7 +180,6 @@ def encode(value: Any) -> bytes:
     return text.encode(errors="backslashreplace")
 
 
-def encode_event(value: Any, name: str = "") -> bytes:
-    """A server-sent event."""
+def _event(data: bytes, name: str = "") -> bytes:
     head = f"event: {name}\n".encode() if name else b""
-    return b"%sdata: %s\n\n" % (head, encode(value))
+    return b"%sdata: %s\n\n" % (head, data)

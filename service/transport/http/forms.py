@@ -8,6 +8,7 @@ from typing import Any
 
 from onward.v1 import generation_pb2 as pb
 from service.errors import InvalidRequest, UnsupportedFeature
+from service.transport.http.bodies import MAX_SCHEMA_DEPTH, nests_deeper
 from service.transport.http.fields import refuse_others, set_field, set_text, take
 
 VLLM = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
@@ -99,4 +100,6 @@ def _schema(field: str, value: Any) -> str:
         return value
     if not isinstance(value, dict):
         raise InvalidRequest(field, value, "must be a JSON schema: an object")
+    if nests_deeper(value, MAX_SCHEMA_DEPTH):
+        raise InvalidRequest(field, "a schema", f"must nest at most {MAX_SCHEMA_DEPTH} deep")
     return json.dumps(value, ensure_ascii=False)

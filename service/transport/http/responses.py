@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+from uuid import uuid4
 
 from model.spec.chat import ROLES, Message
 from onward.v1 import generation_pb2 as pb
@@ -12,6 +13,7 @@ from service.engine.types import FinishReason
 from service.errors import InvalidRequest, UnsupportedFeature
 from service.generator import Finished, Outcome, Part, Piece
 from service.transport.http.answers import Answer, Values, content_logprobs, usage
+from service.transport.http.exchange import encode
 from service.transport.http.fields import PATHS, refuse_others, set_field, set_fields, set_text, take
 from service.transport.http.forms import VLLM, set_form
 from service.transport.http.requests import LABELS, MAX_LABEL, Asked, check_count, take_labels, text_of, with_tools
@@ -189,6 +191,11 @@ class ResponseAnswer(Answer):
             yield {**event, "sequence_number": self._num_events}
             self._num_events += 1
 
+    def encode(self, value: Values) -> bytes:
+        """Log-probabilities, which up to four events have, are encoded once."""
+        data = super().encode(value)
+        return data.replace(encode(self._mark), b"[%s]" % b",".join(self._marked)) if self._marked else data
+
     def failed(self, error: Mapping[str, Any]) -> Iterator[Values]:
         """The last event of a stream that an error ends: Codex reads none without a type."""
         described = {name: error[name] for name in ("code", "message")}
@@ -203,12 +210,13 @@ class ResponseAnswer(Answer):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._num_events = 0
+        self._num_events = self._num_dropped = self._num_sent = 0
         self._thought_texts: list[str] = []
         self._texts: list[str] = []
-        # Of the text's tokens; of all tokens until it is known which these are.
-        self._text_logprobs: list[Values] = []
-        self._num_dropped = self._num_sent = 0
+        # Of the text's tokens, encoded; of all tokens until it is known which these are.
+        self._text_logprobs: list[bytes] = []
+        # What stands for those of an event until it is encoded: no client can write it.
+        self._mark, self._marked = uuid4().hex, list[bytes]()
         self._status = "in_progress"
         self._ended_by_deadline = False
         self._usage: Values | None = None
@@ -221,12 +229,14 @@ class ResponseAnswer(Answer):
         """Adds a part to the response."""
         match part:
             case Piece():
+                num_before = len(self._text_logprobs)
                 self._count(0, part.token_ids)
                 if self._may_think and self._thinking(0).is_counting and self._thinking(0).num_tokens:
                     self._num_dropped += len(self._text_logprobs) + len(part.logprobs)
                     self._text_logprobs.clear()
                 elif part.logprobs and not self._calls:
-                    self._text_logprobs += content_logprobs(self._tokenizer, part.token_ids, part.logprobs)
+                    self._text_logprobs += map(encode, content_logprobs(self._tokenizer, part.token_ids, part.logprobs))
+                self.num_repeated_bytes += len(part.text) + sum(map(len, self._text_logprobs[num_before:]))
                 self._add(part.text)
             case Finished():
                 self._add("", is_last=True)
@@ -336,10 +346,15 @@ class ResponseAnswer(Answer):
         content = [{"type": _THOUGHTS, "text": "".join(self._thought_texts)}]
         return {"id": self._thought_id, "type": "reasoning", "summary": [], "content": content, "status": status}
 
-    def _new_logprobs(self) -> list[Values]:
+    def _new_logprobs(self) -> str | list[bytes]:
         """Those of the text's tokens that were not sent."""
         begin, self._num_sent = max(self._num_sent, self._num_thought_tokens), len(self._text_logprobs)
-        return self._text_logprobs[begin:]
+        return self._marking(begin)
+
+    def _marking(self, begin: int) -> str | list[bytes]:
+        """The mark of the text's log-probabilities from there on; empty if there are none."""
+        self._marked = self._text_logprobs[begin:]
+        return self._mark if self._marked else []
 
     @property
     def _num_thought_tokens(self) -> int:
@@ -395,8 +410,8 @@ class ResponseAnswer(Answer):
         return f"msg_{self.request_id}"
 
     def _part(self) -> Values:
-        text, logprobs = "".join(self._texts), self._text_logprobs[self._num_thought_tokens :]
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+        logprobs = self._marking(self._num_thought_tokens)
+        return {"type": "output_text", "text": "".join(self._texts), "annotations": [], "logprobs": logprobs}
 
     def _item(self, status: str) -> Values:
         content = [self._part()]

@@ -23,16 +23,19 @@ from model.spec.chat import Chat, Message
 from onward.v1 import generation_pb2 as pb
 from service.errors import InvalidRequest, UnsupportedFeature
 from service.process.grammar_check import find_keyword
-from service.transport.http.bodies import elements_of, loads
+from service.transport.http.bodies import MAX_SCHEMA_DEPTH, elements_of, loads, nests_deeper
 from service.transport.http.fields import refuse_others, take
 
 Values = dict[str, Any]
 
 FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
 _MAX_TOOLS = 128
-# Of the arguments of all earlier calls, and of each: lists and objects, and what separates their entries.
+# Of the arguments of all earlier calls: lists and objects, and what separates their entries.
 _MAX_ELEMENTS = 16384
+# Of the arguments of each.
 _MAX_DEPTH = 64
+# Of all of them as JSON: a response repeats those, too, that are in no prompt as none may be called.
+_MAX_TOOLS_BYTES = 512 << 10
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 CALL_TAG, _END_TAG = "<tool_call>", "</tool_call>"
 _HEAD = re.compile(r'\s*\{"name": "([a-zA-Z0-9_-]+)", "arguments": ')
@@ -135,15 +138,17 @@ def decode_tools(values: Mapping[str, Any], *, is_nested: bool) -> Tools | None:
         InvalidRequest, UnsupportedFeature: naming the first field that is wrong.
     """
     listed = take(values, "tools", list, "a list") or []
-    choice = values.get("tool_choice") or "auto"
+    choice = "auto" if values.get("tool_choice") is None else values["tool_choice"]
     is_parallel = take(values, "parallel_tool_calls", bool, "true or false")
     if not listed:
-        if values.get("tool_choice") not in (None, "none", "auto"):
+        if choice not in ("none", "auto"):
             raise InvalidRequest("tool_choice", choice, "means nothing without tools")
         return None
     if len(listed) > _MAX_TOOLS:
         raise InvalidRequest("tools", len(listed), f"must have at most {_MAX_TOOLS} entries")
     functions = tuple(_function(each, f"tools[{index}]", is_nested=is_nested) for index, each in enumerate(listed))
+    if (num_bytes := len(json.dumps(listed))) > _MAX_TOOLS_BYTES:
+        raise InvalidRequest("tools", f"{num_bytes} bytes", f"must have at most {_MAX_TOOLS_BYTES} as JSON")
     names = [each.name for each in functions]
     for index, name in enumerate(names):
         if name in names[:index]:
@@ -203,6 +208,8 @@ def _function(tool: Any, place: str, *, is_nested: bool) -> Function:
             raise InvalidRequest(f"{place}.{field}", tool[field], f"must be {noun}")
     if parameters and parameters.get("type", "object") != "object":
         raise InvalidRequest(f"{place}.parameters.type", parameters["type"], "must be object")
+    if nests_deeper(parameters, MAX_SCHEMA_DEPTH):
+        raise InvalidRequest(f"{place}.parameters", "a schema", f"must nest at most {MAX_SCHEMA_DEPTH} deep")
     described = {"name": name, "description": tool.get("description") or "", "parameters": parameters or {}}
     return Function(name, described, f"{place}.parameters")
 
@@ -228,13 +235,9 @@ class Arguments:
             found = None
         if not isinstance(found, dict):
             raise InvalidRequest(field, text, "must be the text of a JSON object")
-        level: list[Any] = [found]
-        for _ in range(_MAX_DEPTH):
-            inner = (each.values() if isinstance(each, dict) else each for each in level)
-            level = [each for values in inner for each in values if isinstance(each, dict | list)]
-            if not level:
-                return found
-        raise InvalidRequest(field, f"{len(text)} characters", f"must nest at most {_MAX_DEPTH} deep")
+        if nests_deeper(found, _MAX_DEPTH):
+            raise InvalidRequest(field, f"{len(text)} characters", f"must nest at most {_MAX_DEPTH} deep")
+        return found
 
 
 def decode_calls(message: Mapping[str, Any], place: str, arguments: Arguments) -> tuple[Values, ...]:
@@ -271,7 +274,9 @@ def described_call(call_id: Any, function: Mapping[str, Any], where: str, inner:
 
 def extra_bytes(tools: Tools | None, messages: tuple[Message, ...]) -> int:
     """The size of what a conversation has besides its messages' texts, as JSON."""
-    calls = [message.tool_calls for message in messages if message.tool_calls]
+    calls = [
+        (message.tool_call_id, message.tool_calls) for message in messages if message.tool_calls or message.tool_call_id
+    ]
     described = [] if tools is None else tools.for_template
     return len(json.dumps([calls, described])) if calls or described else 0
 

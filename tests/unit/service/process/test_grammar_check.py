@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import signal
 from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -55,7 +58,7 @@ def test_drawn_schemas_are_accepted(check: GrammarCheck) -> None:
 
 
 def test_damaged_hostile_grammars_end_no_check(check: GrammarCheck, pytestconfig: pytest.Config) -> None:
-    for seed in range(10_000 if pytestconfig.getoption("--whole") else 60):
+    for seed in range(10_000 if pytestconfig.getoption("--whole") else 20):
         problem_of(check, draw_hostile(random.Random(seed)))
     assert problem_of(check, FINE) is None
 
@@ -69,6 +72,18 @@ def test_child_that_is_killed_is_replaced() -> None:
     child.wait()
     assert problem_of(check, FINE) is None
     check.close()
+
+
+def test_child_is_heard_by_a_server_with_thousands_of_descriptors() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limits[0], 1100), limits[1]))
+    with ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        while stack.enter_context(Path(os.devnull).open()).fileno() < 1024:
+            pass
+        check = GrammarCheck()
+        stack.callback(check.close)
+        assert problem_of(check, FINE) is None
 
 
 def test_child_that_does_not_answer_is_no_refusal() -> None:
@@ -97,6 +112,15 @@ def test_keyword_that_is_refused_is_found(check: GrammarCheck, schema: object, p
     problem = problem_of(check, schema_of(schema))
     assert problem is not None
     assert find_keyword(json.dumps(schema), problem) == place
+
+
+@pytest.mark.parametrize("written", ["[x]", "[{}]", '["a"]'])
+def test_a_schema_whose_words_look_like_a_list_of_keywords_is_refused(check: GrammarCheck, written: str) -> None:
+    schema = {"type": f"Unimplemented keys: {written}"}
+    problem = problem_of(check, schema_of(schema))
+    assert problem is not None
+    assert written in problem
+    assert find_keyword(json.dumps(schema), problem) == ""
 
 
 def test_client_sees_no_path_of_a_panic() -> None:

@@ -18,6 +18,7 @@ from tokenizers import decoders
 from model.spec.artifact import TOKENIZER, FileEntry
 from model.spec.tokenizer import Tokenizer
 from service.engine.sampling.grammar import Vocabulary
+from service.engine.types import StructuredOutput
 from service.errors import InvalidRequest, UnsupportedFeature
 from service.process import grammar_check
 from service.process.grammar_check import GrammarCheck, Verdict
@@ -115,6 +116,26 @@ async def test_slow_grammar_blocks_neither_the_loop_nor_another(compiler: Gramma
     assert not slow.done()
     with pytest.raises(InvalidRequest, match="takes more than"):
         await slow
+
+
+async def test_one_tenants_short_grammars_take_turns_with_anothers(compiler: Grammars) -> None:
+    begun: list[object] = []
+    is_full, gate = threading.Event(), threading.Event()
+
+    def compile_one(_: object, asked: StructuredOutput) -> tuple[InvalidRequest, int]:
+        begun.append(asked.value)
+        if len(begun) == 2:
+            is_full.set()
+        gate.wait()
+        return InvalidRequest("f", "v", "l"), 1
+
+    with patch.object(compiler, "_compile", compile_one):
+        asked = [("a", f"a{{{count}}}") for count in range(1, 20)] + [("b", "b")]
+        waiting = [asyncio.create_task(compiler.compile(name, vocabulary(), regex_of(text))) for name, text in asked]
+        await asyncio.to_thread(is_full.wait)
+        gate.set()
+        await asyncio.gather(*waiting, return_exceptions=True)
+    assert begun.index("b") <= 4
 
 
 async def test_cancelled_wait_leaves_others_alone(compiler: Grammars) -> None:

@@ -15,7 +15,7 @@ from service.errors import InvalidRequest, RequestError
 from service.transport.http.bodies import parse
 from service.transport.http.calls import Request
 from service.transport.http.requests import MAX_LABEL, MAX_MESSAGES, decode_chat
-from service.transport.http.responses import decode_response
+from service.transport.http.responses import LOGPROBS, decode_response
 from tests.http_calls import MESSAGES, ask, serving
 from tests.scripted import ScriptedEngine, Steps, token
 from tests.servers import MODEL
@@ -101,6 +101,15 @@ def test_labels_have_a_bounded_length(changes: dict[str, Any], field: str) -> No
         with pytest.raises(RequestError, match=f"{field}.*{MAX_LABEL}"):
             decode_chat({"messages": MESSAGES, **changes})
     decode_response({"input": "a", "user": "x" * MAX_LABEL, "metadata": {"a": "x" * MAX_LABEL}})
+
+
+async def test_a_streamed_answer_that_is_repeated_at_its_end_is_bounded() -> None:
+    fields = {"input": "ab", "stream": True, "max_output_tokens": 200, "ignore_eos": True, "top_logprobs": 9}
+    async with serving(max_message_bytes=100_000) as server:
+        answer = await ask(server, "/v1/responses", {**fields, "include": [LOGPROBS]})
+        assert b'"code":"answer_too_large"' in answer.body
+        short = await ask(server, "/v1/responses", fields | {"top_logprobs": None})
+        assert short.events[-1]["type"] == "response.incomplete"
 
 
 @pytest.mark.parametrize("number", ["1e400", "-1e400", "1" + "0" * 400 + ".0"])
