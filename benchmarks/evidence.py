@@ -142,7 +142,9 @@ def _of(name: str, digits: int = 2) -> Callable[[Results], str]:
 def _prefix(results: Results) -> str:
     shares = results["ways"]["sequential"]["ratio_by_repeat"]
     low, high = bootstrap(median, shares) or (min(shares), max(shares))
-    return f"{median(shares):.0%} ({low:.0%} to {high:.0%}); with 8 in flight {_concurrent(results):.0%} of a miss's"
+    slowest = results["ways"]["sequential"]["ratio"]["max"]
+    concurrent = f"with 8 in flight {_concurrent(results):.0%} of a miss's"
+    return f"{median(shares):.0%} ({low:.0%} to {high:.0%}), the slowest {slowest:.0%}; {concurrent}"
 
 
 def _concurrent(results: Results) -> float:
@@ -154,7 +156,8 @@ def _interference(results: Results) -> str:
     rises = [1e3 * rise for rise in results["p99_rise_seconds_by_repeat"]]
     low, high = bootstrap(median, rises) or (min(rises), max(rises))
     chunk = 1e3 * results["chunk_seconds"]["costliest"]
-    return f"{median(rises):.0f} ms ({low:.0f} to {high:.0f}); the costliest chunk takes {chunk:.0f} ms"
+    pooled = f"{1e3 * results['p99_rise_seconds']:.0f} over all rounds"
+    return f"{median(rises):.0f} ms ({low:.0f} to {high:.0f}), {pooled}; the costliest chunk takes {chunk:.0f}"
 
 
 def _http(results: Results) -> str:
@@ -321,7 +324,7 @@ CLAIMS = (
     Claim("bits per byte over PyTorch's, and beside it the peer that loses least", "peers-loss", _loss),
     *(
         Claim(
-            f"`{model}` in {_BENCH_PARTS[part]} over the best of seven peers at equal loss",
+            f"`{model}` in {_BENCH_PARTS[part]} over the best peer at equal loss",
             f"bench-{model}-{part}",
             _bench,
             rank=int((model, part) == (_COMPARED[0], "quantized")),
@@ -368,8 +371,8 @@ def read(name: str, folder: Path) -> Results | None:
         results: Results = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
     except OSError:
         return None
-    busy = results.get("others_share", results.get("facts", {}).get("others_share")) or 0.0
-    is_evidence = results.get("commit") and results.get("command") and busy <= BUSY
+    busy = results.get("others_share", results.get("facts", {}).get("others_share"))
+    is_evidence = results.get("commit") and results.get("command") and busy is not None and busy <= BUSY
     return results if is_evidence else None
 
 

@@ -14,7 +14,7 @@ from benchmarks.frame.scenario import DOCS, load
 from loadtest import provenance
 from tests.environment import ROOT
 
-ORIGIN = {"command": "python -m sheep --docs", "commit": "abc1234", "date": "2026-11-26"}
+ORIGIN = {"command": "python -m sheep --docs", "commit": "abc1234", "date": "2026-11-26", "others_share": 0.01}
 
 
 @pytest.fixture
@@ -70,6 +70,7 @@ def test_a_table_is_measured_once_and_its_figure_reaches_the_readme(sheep: Path)
         ({}, "not measured"),
         ({"count": 1}, "not measured"),
         (ORIGIN | {"others_share": 0.2}, "not measured"),
+        (ORIGIN | {"others_share": None}, "not measured"),
         (ORIGIN | {"commit": "old"}, "measured 2026-11-26 at old, 7 commits of measured code ago"),
         (ORIGIN | {"commit": "strange"}, "measured 2026-11-26 at strange, which is not in this history"),
         (ORIGIN, ""),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import random
 import threading
@@ -17,11 +18,13 @@ from benchmarks.scenarios import (
     core_sharing,
     fleet,
     goodput,
+    http,
     interference,
     loading,
     prediction,
     prefix,
     scaling_out,
+    structured,
     translation,
 )
 from benchmarks.scenarios.goodput import IN_TIME, LATE, REFUSED, Answered
@@ -331,3 +334,29 @@ def test_translation_requests_are_the_same_for_a_seed_and_sources_about_as_long_
     assert 8 <= min(lengths) <= 20
     assert 180 <= max(lengths) <= 200
     assert all(0.75 < len(source) / length < 1.3 for source, length in zip(sources, lengths, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("rate", "first", "passed"), [(0.96, 0.002, True), (0.94, 0.002, False), (0.96, 0.0041, False)]
+)
+def test_http_may_cost_a_twentieth_of_the_rate_and_three_milliseconds(rate: float, first: float, passed: bool) -> None:
+    ways = {http.GRPC: http.Round(1.0, 0.001, [[1]]), http.HTTP: http.Round(rate, first, [[1]])}
+    assert http.judge({way: [each] * 5 for way, each in ways.items()})["passed"] is passed
+
+
+@pytest.mark.parametrize(
+    ("rates", "accepted", "passed"),
+    [
+        ([0.96] * 5, 1.0, True),
+        ([0.94] * 5, 1.0, False),
+        ([0.9, 0.9, 0.96, 0.97, 0.98], 1.0, False),
+        ([1.0] * 5, 0.5, False),
+    ],
+)
+def test_a_schema_may_cost_a_twentieth_by_the_whole_interval_and_saves_steps(
+    rates: list[float], accepted: float, passed: bool
+) -> None:
+    document = json.dumps(dict.fromkeys(structured._FIELDS))
+    written = {way: [[structured.Written([1, 2], document, 1.0)]] for way in (structured.WITHOUT, structured.WITH)}
+    found = structured.judge({"greedy": {structured.FREE: [1.0] * 5, "a text": rates}}, written, accepted)
+    assert found["passed"] is passed
