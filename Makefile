@@ -82,7 +82,7 @@ faults: $(DEV) .kernels ## all faults in their long form, some forty minutes: fu
 
 nightly: faults litellm ## what is too long for every run: faults, LiteLLM's proxy, tests that others leave out or sample, every block of README and docs/start for real (15 minutes), every mutant of an artifact at a width of 768 (7), 10,000 hostile grammars, 1,000 schemas
 	$(BIN)/python -m pytest tests -m "sampled or whole" --ignore tests/integration/test_readme.py -p no:randomly --whole --timeout 3600
-	$(BIN)/python -m pytest tests/integration/test_readme.py tests/parity/test_mutants.py tests/integration/test_server_structured.py tests/unit/service/process/test_grammar_check.py tests/faults/test_kernel_sanitizers.py -p no:randomly --whole --timeout 3600
+	$(BIN)/python -m pytest tests/integration/test_readme.py tests/parity/test_mutants.py tests/parity/test_stored_weights.py tests/integration/test_http_parity.py tests/integration/test_server_structured.py tests/unit/service/process/test_grammar_check.py tests/faults/test_kernel_sanitizers.py -p no:randomly --whole --timeout 3600
 
 soak: $(STAMP) .kernels ## ten minutes of load with cancels, then the same with a leak that must be found
 	$(BIN)/python -m benchmarks run soak $(SOAK)

@@ -1,18 +1,22 @@
 """Tiny artifacts for tests: random weights, real export, a tokenizer that can spell any text.
 
-Made once for each set of sizes in a run and removed when it ends. Importing this module is cheap; the first call loads
-torch.
+Made once for each set of sizes in a run, in whichever of its processes asks first, and removed when the run ends.
+Importing this module is cheap; the first call loads torch.
 """
 
 from __future__ import annotations
 
 import atexit
 import dataclasses
+import fcntl
+import hashlib
 import json
+import os
+import pickle
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -31,6 +35,9 @@ if TYPE_CHECKING:
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
 SPECIALS = (PAD, BOS, EOS)
+STORE = "ONWARD_TEST_ARTIFACTS"
+"""The variable that names the folder of what all processes of a run share."""
+_SPEC = "spec.pickle"
 
 _TINY: dict[str, Any] = {
     "vocab_size": 288,
@@ -227,35 +234,46 @@ def _export(config: ModelConfig, precision: Precision, kv: KVFormat, device: Dev
     from model import checkpoint
 
     keep_operator_table()
-    root = Path(tempfile.mkdtemp(dir=_root()))
-    source = checkpoint.load(tiny_checkpoint(root / "checkpoint", config))
-    folder = root / config.architecture
     # Over slots, graphs are written in float32 whatever becomes of them.
     of = (config,) if kv.layout is KVLayout.SLOTS and device is Device.CPU else (config, precision, kv, device)
-    with _graphs_written_once(of):
-        export(source, folder, device, precision, lambda _: None, kv, **besides)
-    return folder
+
+    def make(root: Path) -> None:
+        source = checkpoint.load(tiny_checkpoint(root / "checkpoint", config))
+        with _graphs_written_once(of):
+            export(source, root / config.architecture, device, precision, lambda _: None, kv, **besides)
+
+    return once(("artifact", config, precision, kv, device, besides), make) / config.architecture
+
+
+def once(key: object, make: Callable[[Path], None]) -> Path:
+    """The folder that `make` filled, in any process of this run; for equal keys, by their `repr`, it is the same."""
+    place = Path(_root()) / hashlib.sha256(repr(key).encode()).hexdigest()[:16]
+    with Path(f"{place}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not place.exists():
+            work = Path(tempfile.mkdtemp(dir=_root()))
+            make(work)
+            work.rename(place)
+    return place
 
 
 @contextmanager
-def _graphs_written_once(of: Hashable) -> Iterator[None]:
+def _graphs_written_once(of: object) -> Iterator[None]:
     """Has an export take each graph from the first one that wrote it, of those that write the same, as `of` tells.
 
     That is nearly all of the time that a tiny export takes. Whatever is done to graphs afterwards is done each time.
     """
     from export.emit import emit
 
-    written = _written_graphs()
-
     def write_once(graph: Graph, path: Path, *opset: int) -> GraphSpec:
-        key = of, type(graph), path.parent.name, path.name, opset
-        if key not in written:
-            spec, kept = emit(graph, path, *opset), Path(tempfile.mkdtemp(dir=_root()))
-            written[key] = spec, [Path(shutil.copy(file, kept)) for file in path.parent.glob(f"{path.name}*")]
-        else:
-            spec, files = written[key]
-            for file in files:
-                shutil.copy(file, path.parent)
+        def make(kept: Path) -> None:
+            spec = emit(graph, kept / path.name, *opset)
+            (kept / _SPEC).write_bytes(pickle.dumps(spec))
+
+        kept = once(("graph", of, type(graph), path.parent.name, path.name, opset), make)
+        for file in kept.glob(f"{path.name}*"):
+            shutil.copy(file, path.parent)
+        spec: GraphSpec = pickle.loads((kept / _SPEC).read_bytes())
         return spec
 
     with patch("export.job.emit", write_once):
@@ -263,12 +281,9 @@ def _graphs_written_once(of: Hashable) -> Iterator[None]:
 
 
 @cache
-def _written_graphs() -> dict[Hashable, tuple[GraphSpec, list[Path]]]:
-    return {}
-
-
-@cache
 def _root() -> str:
+    if shared := os.environ.get(STORE):
+        return shared
     folder = tempfile.TemporaryDirectory(prefix="onward-tiny-")
     atexit.register(folder.cleanup)
     return folder.name

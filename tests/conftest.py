@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections import defaultdict
 from pathlib import Path
 
@@ -19,10 +20,19 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests import requirements
+from tests.artifacts import STORE
 from tests.requirements import lacking
 
 ROOT = Path(__file__).parents[1]
 
+_LONG = frozenset(
+    f"test_{name}"
+    for name in (
+        "batch_invariance", "export", "hf_import", "kernel_sanitizers", "locust", "mutants", "paged_engine",
+        "paged_graphs", "prometheus", "quantize", "readme", "replicas", "scenarios", "siege", "soak", "stored_weights",
+        "weight_files",
+    )
+)  # fmt: skip
 _ISA = "ONEDNN_MAX_CPU_ISA"
 # Prints what the product sets on this machine.
 _PROBE = f"""
@@ -51,6 +61,9 @@ def pytest_configure(config: pytest.Config) -> None:
         found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
         if found:
             os.environ[_ISA] = found
+    if STORE not in os.environ:
+        os.environ[STORE] = tempfile.mkdtemp(prefix="onward-tiny-")
+        config.add_cleanup(lambda: shutil.rmtree(os.environ.pop(STORE), ignore_errors=True))
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -63,8 +76,10 @@ def _announces_amx() -> bool:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out what is for `--whole`: tests marked `whole`, and all but n cases of each one marked `sampled(n)`.
 
-    The seed of the tests' order draws the cases, in every process of a run the same.
+    The seed of the tests' order draws the cases, in every process of a run the same. Files of long tests come first, so
+    that no process is left with one at the end.
     """
+    items.sort(key=lambda item: item.path.stem not in _LONG)
     if config.getoption("--whole"):
         return
     left_out, cases = set[str](), defaultdict[tuple[str, int], list[str]](list)  # by test and n

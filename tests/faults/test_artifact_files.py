@@ -1,4 +1,7 @@
-"""Files of an artifact that are none, or far too large: refused by name, and the next model is loaded as ever."""
+"""Files of an artifact that are none, or far too large: refused by name, and the next model is loaded as ever.
+
+One server meets them all.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import os
 import shutil
 import socket
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -80,11 +83,32 @@ def good(tmp_path: Path) -> Path:
     return tmp_path / "good" / DECODER
 
 
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, ServerProcess]]:
+    """A server and its folder, in which are things that are no models."""
+    folder = tmp_path_factory.mktemp("models")
+    _pipe(folder / "pipe")
+    _socket(folder / "socket")
+    (folder / "loop").symlink_to("loop")
+    with serving(folder) as server:
+        yield folder, server
+        assert server.stop() == 0
+
+
 @pytest.fixture
-def models(tmp_path: Path) -> Path:
-    """An empty folder to serve."""
-    (tmp_path / "models").mkdir()
-    return tmp_path / "models"
+def server(running: tuple[Path, ServerProcess]) -> ServerProcess:
+    return running[1]
+
+
+@pytest.fixture
+def models(running: tuple[Path, ServerProcess]) -> Iterator[Path]:
+    """The folder that is served, for models "bad" and "next"."""
+    folder, server = running
+    yield folder
+    for name in ("bad", "next"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+        with server.channel() as channel, suppress(grpc.RpcError):  # as a test that fails may have loaded it
+            ModelServiceStub(channel).UnloadModel(model_pb2.UnloadModelRequest(model=name), timeout=_SECONDS)
 
 
 def _change_config(folder: Path, **fields: int) -> None:
@@ -112,46 +136,42 @@ def _loads(server: ServerProcess, model: str) -> None:
 
 @pytest.mark.parametrize("spoil", [_pipe, _socket, _folder, _device, _terabyte])
 def test_file_of_an_artifact_that_is_none_is_refused_by_name_and_the_next_model_is_loaded(
-    tmp_path: Path, good: Path, models: Path, spoil: Callable[[Path], str]
+    server: ServerProcess, good: Path, models: Path, spoil: Callable[[Path], str]
 ) -> None:
-    with serving(models) as server:
-        for name in _NAMES:
-            shutil.copytree(good, models / "bad")
-            (models / "bad" / name).unlink()
-            complaint = spoil(models / "bad" / name)
-            refusal = _refusal(server, "bad")
-            assert name in refusal
-            assert complaint in refusal
-            assert str(tmp_path) not in refusal
-            shutil.rmtree(models / "bad")
-        shutil.copytree(good, models / "next")
-        _loads(server, "next")
-        assert server.stop() == 0
+    for name in _NAMES:
+        shutil.copytree(good, models / "bad")
+        (models / "bad" / name).unlink()
+        complaint = spoil(models / "bad" / name)
+        refusal = _refusal(server, "bad")
+        assert name in refusal
+        assert complaint in refusal
+        assert str(models) not in refusal
+        shutil.rmtree(models / "bad")
+    shutil.copytree(good, models / "next")
+    _loads(server, "next")
 
 
 def test_terabyte_of_weights_that_the_sizes_in_the_manifest_allow_is_refused_by_the_memory_of_the_machine(
-    good: Path, models: Path
+    server: ServerProcess, good: Path, models: Path
 ) -> None:
-    with serving(models) as server:
-        shutil.copytree(good, models / "bad")
-        complaint = _terabyte(models / "bad" / "decoder.onnx.data")
-        _change_config(models / "bad", d_ff=_TERABYTE)
-        assert f"decoder.onnx.data {complaint}" in _refusal(server, "bad")
-        shutil.copytree(good, models / "next")
-        _loads(server, "next")
-        assert server.stop() == 0
+    shutil.copytree(good, models / "bad")
+    complaint = _terabyte(models / "bad" / "decoder.onnx.data")
+    _change_config(models / "bad", d_ff=_TERABYTE)
+    assert f"decoder.onnx.data {complaint}" in _refusal(server, "bad")
+    shutil.copytree(good, models / "next")
+    _loads(server, "next")
 
 
-def test_manifest_that_claims_a_billion_layers_is_refused_before_they_are_listed(good: Path, models: Path) -> None:
-    with serving(models) as server:
-        shutil.copytree(good, models / "bad")
-        _change_config(models / "bad", num_layers=10**9)
-        assert "num_layers is 1000000000, must be at most" in _refusal(server, "bad")
-        assert server.stop() == 0
+def test_manifest_that_claims_a_billion_layers_is_refused_before_they_are_listed(
+    server: ServerProcess, good: Path, models: Path
+) -> None:
+    shutil.copytree(good, models / "bad")
+    _change_config(models / "bad", num_layers=10**9)
+    assert "num_layers is 1000000000, must be at most" in _refusal(server, "bad")
 
 
 def test_pipe_that_a_graph_names_for_its_weights_is_refused_like_any_file_that_is_not_in_the_manifest(
-    good: Path, models: Path
+    server: ServerProcess, good: Path, models: Path
 ) -> None:
     import onnx
 
@@ -162,32 +182,24 @@ def test_pipe_that_a_graph_names_for_its_weights_is_refused_like_any_file_that_i
     onnx.save(graph, good / "decoder.onnx")
     rehash(good)
     os.mkfifo(good / "endless")
-    with serving(models) as server:
-        good.rename(models / "bad")
-        assert "endless is not in the manifest" in _refusal(server, "bad")
-        assert server.stop() == 0
+    good.rename(models / "bad")
+    assert "endless is not in the manifest" in _refusal(server, "bad")
 
 
-def test_pipe_for_the_manifest_of_a_device_is_refused_by_name(tmp_path: Path) -> None:
-    with serving(tmp_path) as server:
-        (tmp_path / "bad" / "cpu").mkdir(parents=True)
-        _pipe(tmp_path / "bad" / "cpu" / "manifest.json")
-        assert "manifest.json is a pipe, must be a regular file" in _refusal(server, "bad")
-        assert server.stop() == 0
+def test_pipe_for_the_manifest_of_a_device_is_refused_by_name(server: ServerProcess, models: Path) -> None:
+    (models / "bad" / "cpu").mkdir(parents=True)
+    _pipe(models / "bad" / "cpu" / "manifest.json")
+    assert "manifest.json is a pipe, must be a regular file" in _refusal(server, "bad")
 
 
-def test_pipes_sockets_and_loops_of_links_beside_models_are_no_models(tmp_path: Path) -> None:
-    _pipe(tmp_path / "pipe")
-    _socket(tmp_path / "socket")
-    (tmp_path / "loop").symlink_to("loop")
-    with serving(tmp_path) as server, server.channel() as channel:
+def test_pipes_sockets_and_loops_of_links_beside_models_are_no_models(server: ServerProcess) -> None:
+    with server.channel() as channel:
         listed = ModelServiceStub(channel).ListModels(model_pb2.ListModelsRequest(), timeout=_SECONDS)
         assert {model.name for model in listed.models} == set(MODELS)
         for name in ("pipe", "socket", "loop"):
             with pytest.raises(grpc.RpcError) as refused:
                 ModelServiceStub(channel).LoadModel(model_pb2.LoadModelRequest(model=name), timeout=_SECONDS)
             assert refused.value.code() is grpc.StatusCode.NOT_FOUND
-        assert server.stop() == 0
 
 
 def _zeros(file: Path) -> str:
@@ -220,33 +232,31 @@ def _boastful_header(file: Path) -> str:
 
 @pytest.mark.parametrize("spoil", [_zeros, _one_array_too_long, _boastful_header])
 def test_golden_cases_that_unpack_to_more_than_the_model_has_are_refused_before_they_are_unpacked(
-    good: Path, models: Path, spoil: Callable[[Path], str]
+    server: ServerProcess, good: Path, models: Path, spoil: Callable[[Path], str]
 ) -> None:
     complaint = spoil(good / "golden.npz")
     rehash(good)
-    with serving(models) as server:
-        good.rename(models / "bad")
-        before = server.forget_peak()
-        refusal = _refusal(server, "bad")
-        assert "golden.npz" in refusal
-        assert complaint in refusal
-        assert server.status("VmHWM") - before < _LITTLE_KIB
-        assert server.stop() == 0
+    good.rename(models / "bad")
+    before = server.forget_peak()
+    refusal = _refusal(server, "bad")
+    assert "golden.npz" in refusal
+    assert complaint in refusal
+    assert server.status("VmHWM") - before < _LITTLE_KIB
 
 
 @pytest.mark.parametrize("spoil", [_zeros, _one_array_too_long, _boastful_header])
 def test_golden_attention_that_unpacks_to_more_than_the_model_has_is_not_unpacked(
-    tmp_path: Path, spoil: Callable[[Path], str]
+    server: ServerProcess, good: Path, models: Path, spoil: Callable[[Path], str]
 ) -> None:
-    put_complete_artifacts(tmp_path)
-    spoil(tmp_path / DECODER / "attention.npz")
-    rehash(tmp_path / DECODER)
-    with serving(tmp_path) as server, server.channel() as channel:
+    spoil(good / "attention.npz")
+    rehash(good)
+    good.rename(models / "bad")
+    with server.channel() as channel:
+        ModelServiceStub(channel).LoadModel(model_pb2.LoadModelRequest(model="bad"), timeout=_SECONDS)
         before = server.forget_peak()
-        stub, request = GenerationServiceStub(channel), pb.ExplainRequest(model=DECODER, text="3 May")
+        stub, request = GenerationServiceStub(channel), pb.ExplainRequest(model="bad", text="3 May")
         with pytest.raises(grpc.RpcError) as refused:
             stub.Explain(request, timeout=_SECONDS)
         assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
         assert "golden cases" in str(refused.value.details())
         assert server.status("VmHWM") - before < _LITTLE_KIB
-        assert server.stop() == 0

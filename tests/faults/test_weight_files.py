@@ -53,7 +53,7 @@ def _answers(server: ServerProcess, model: str) -> list[tuple[tuple[int, ...], t
 
 @pytest.mark.parametrize("kernels", ["auto", "standard"])
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.INT8, Precision.INT4])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_weights_overwritten_truncated_and_removed_under_a_running_model_leave_its_answers_bit_identical(
     tmp_path: Path, precision: Precision, kernels: str
 ) -> None:

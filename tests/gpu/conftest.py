@@ -5,13 +5,16 @@
 
 from __future__ import annotations
 
+from functools import cache
+from pathlib import Path
+
 import pytest
 import torch
 
 from benchmarks.frame.paged import emit_model, stirred
-from model.nn.transformer import build
-from model.spec.artifact import CUDA_PRECISIONS, Device, Precision
-from tests.artifacts import keep_operator_table
+from model.nn.transformer import Transformer, build
+from model.spec.artifact import CUDA_PRECISIONS, Device, Precision, read_manifest
+from tests.artifacts import keep_operator_table, once
 from tests.gpu.subjects import Subject, configs
 
 CARD = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device that answers"))
@@ -21,7 +24,11 @@ _CASES = [
     *((name, Device.CUDA, precision, CARD) for name in TINY for precision in CUDA_PRECISIONS),
     *((name, Device.CUDA, each, (*CARD, pytest.mark.slow)) for name in _LARGE for each in CUDA_PRECISIONS),
 ]
-_subjects = dict[tuple[str, Device, Precision], Subject]()
+
+
+@cache
+def _model(name: str) -> Transformer:
+    return stirred(build(configs()[name], 0))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -36,12 +43,14 @@ def quick_exports() -> None:
         for name, device, precision, marks in _CASES
     ],
 )
-def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
+def subject(request: pytest.FixtureRequest) -> Subject:
     """A model with random weights, and its graphs."""
     name, device, precision = request.param
+    model = _model(name)
+
+    def make(folder: Path) -> None:
+        emit_model(model, folder, precision, device)
+
     # A parametrized fixture is made again at each change of its parameter, which tests in a random order are.
-    if request.param not in _subjects:
-        folder, model = tmp_path_factory.mktemp("graphs"), stirred(build(configs()[name], 0))
-        manifest = emit_model(model, folder, precision, device)
-        _subjects[request.param] = Subject(name, device, precision, model, folder, manifest)
-    return _subjects[request.param]
+    folder = once(("subject", *request.param), make)
+    return Subject(name, device, precision, model, folder, read_manifest(folder))

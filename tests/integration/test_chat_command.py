@@ -15,7 +15,7 @@ from service.config import ChatConfig
 from service.engine.batch import ScheduledBatch
 from tests.fakes import FakeRunner
 from tests.integration.test_server_chat import TEMPLATE
-from tests.servers import SLOTS, Running, running, served_model
+from tests.servers import SLOTS, Running, eventually, running, served_model
 
 POLITE = {"chat": TEMPLATE, "context": 256}
 OPTIONS: dict[str, Any] = {"model": "fake", "temperature": 0.0, "max_tokens": 6, "ignore_eos": True}
@@ -91,6 +91,7 @@ async def test_ctrl_c_stops_the_answer_and_keeps_what_was_said() -> None:
             await asyncio.to_thread(pause.held.wait)
             process.send_signal(signal.SIGINT)
             said = (printed + await process.stdout.readline()).decode().rstrip("\n")
+            await eventually(lambda: server.app._open_calls.num_open == 0)
             pause.open.set()
             assert await server.until_ended(1) == {"cancelled": 1}
             whole = await answer(server, ("user", "ab"), max_tokens=100)

@@ -24,6 +24,7 @@ SIZES = {
 
 
 @pytest.mark.parametrize("family", [*Architecture])
+@pytest.mark.sampled(1)
 def test_served_greedy_tokens_are_the_reference_decoders(family, tmp_path):
     artifact = tiny_artifact(family, **SIZES[family])
     shutil.copytree(artifact, tmp_path / "models" / MODEL)

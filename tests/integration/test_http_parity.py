@@ -165,9 +165,11 @@ async def compare(server: Running, path: str, body: dict[str, Any], request: pb.
         ]
 
 
-async def test_both_transports_give_the_same_answer(caplog: pytest.LogCaptureFixture) -> None:
+async def test_both_transports_give_the_same_answer(
+    caplog: pytest.LogCaptureFixture, pytestconfig: pytest.Config
+) -> None:
     async with serving([served_model(**POLITE)]) as server:
-        for seed in range(60):
+        for seed in range(300 if pytestconfig.getoption("--whole") else 30):
             await compare(server, *draw(random.Random(seed)))
     # grpc/grpc#25364, #42357: what several event loops beside gRPC's log.
     assert "BlockingIOError" not in caplog.text

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import urllib.request
@@ -220,18 +219,6 @@ def test_a_server_without_kernels_answers_by_standard_operators(models: Path, se
     said = (tmp_path / "log").read_text(encoding="utf-8")
     assert said.count("our own operators are computed by standard ones, as --kernels says") == 1
     assert "kernels compute" not in said
-
-
-def test_sigterm_lets_a_stream_end_and_exits_with_0(models: Path) -> None:
-    with serving(models) as served, grpc.insecure_channel(served.target) as channel:
-        message = request("decoder-only", stopping=pb.StoppingParams(max_tokens=80, ignore_eos=True))
-        call = GenerationServiceStub(channel).GenerateStream(streamed(message))
-        events = [next(call), next(call)]
-        served.process.send_signal(signal.SIGTERM)
-        events += list(call)
-        assert events[-1].WhichOneof("event") == "summary"
-        assert sum(len(event.delta.token_ids) for event in events) == 80
-        assert served.process.wait() == 0
 
 
 def refused(models: Path, *flags: str) -> list[str]:

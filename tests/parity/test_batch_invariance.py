@@ -65,6 +65,7 @@ def engines_are_released() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.sampled(7)
 @settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_batch_invariance_bits_depend_on_the_request_alone(variant: str, data: st.DataObject) -> None:

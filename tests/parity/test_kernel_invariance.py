@@ -29,7 +29,7 @@ from export.quantize_kv import calibrate, quantize_kv_file, quantize_sources_fil
 from model import kernels
 from model.spec.artifact import DECODER, ENCODER, KVPrecision, Precision
 from model.spec.config import AttentionScore, ModelConfig
-from tests.artifacts import ADDITIVE, random_model, tiny_artifact, tiny_config
+from tests.artifacts import ADDITIVE, once, random_model, tiny_artifact, tiny_config
 
 Buffers = dict[str, npt.NDArray[Any]]
 
@@ -128,12 +128,22 @@ def _session(
             for file in tiny_artifact(config.architecture, **ADDITIVE[config.architecture]).glob(f"{name}.*"):
                 shutil.copy(file, folder)
         else:
-            emit(graph(random_model(config)), path)
+            _copy_graph(config, graph, path)
         if kv_precision is KV_INT8:
             _quantize_kv(path, config)
         quantize_file(path, precision)
         fuse_file(path)
         return _open(path, by_kernels=by_kernels)
+
+
+def _copy_graph(config: ModelConfig, graph: type[DecoderGraph | EncoderGraph], path: Path) -> None:
+    """The graph in float32: what is done to it afterwards is done each time."""
+
+    def make(folder: Path) -> None:
+        emit(graph(random_model(config)), folder / path.name)
+
+    for file in once(("invariance", config, graph), make).iterdir():
+        shutil.copy(file, path.parent)
 
 
 def _quantize_kv(path: Path, config: ModelConfig) -> None:
@@ -142,7 +152,7 @@ def _quantize_kv(path: Path, config: ModelConfig) -> None:
     paths = {name: path.with_name(f"{name}.onnx") for name in graphs}
     for name, graph in graphs.items():
         if not paths[name].exists():
-            emit(graph(random_model(config)), paths[name])
+            _copy_graph(config, graph, paths[name])
     scales, _ = calibrate(paths[DECODER], config, paths.get(ENCODER))
     (quantize_kv_file if path == paths[DECODER] else quantize_sources_file)(path, scales)
 

@@ -35,7 +35,7 @@ from tests.parity.test_stored_weights import mutants
 pytestmark = pytest.mark.skipif(not kernels.operators(), reason="by standard operators a proof is not exact")
 
 WIDE = {"d_model": 768, "num_heads": 12, "num_kv_heads": 4, "d_ff": 2048, "vocab_size": 1021}
-SAMPLE = 12
+SAMPLE = 6
 """Mutants of each set-up that a run tries: others with each seed of the tests' order."""
 _LEAST_VALUES = 8
 """Smaller tensors are constants of the graph: shapes and axes."""

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from service.access import KeyAccess, Permission, current_caller
 from service.access.keys import read_keys
 from service.errors import InvalidRequest, PermissionDenied, RateLimited, StartupError, Unauthenticated
+from tests.identities import key_table
 
 PERMISSIONS: Mapping[str, Permission] = {"Generate": Permission.GENERATE, "LoadModel": Permission.MANAGE}
 
@@ -29,10 +30,6 @@ class Clock:
 
 def digest(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
-
-
-def table(name: str, key: str, permissions: str = '["generate"]', rest: str = "") -> str:
-    return f'[keys.{name}]\nsha256 = "{digest(key)}"\npermissions = {permissions}\n{rest}\n'
 
 
 def access(path: Path, content: str, clock: Clock | None = None) -> KeyAccess:
@@ -51,7 +48,7 @@ def use(keys: KeyAccess, key: str | None, method: str = "Generate") -> None:
 
 
 def test_a_known_key_is_admitted_and_no_other(path: Path) -> None:
-    keys = access(path, table("alice", "secret") + table("bob", "other"))
+    keys = access(path, key_table("alice", "secret") + key_table("bob", "other"))
     use(keys, "secret")
     use(keys, "other")
     for wrong in ("Secret", "secret ", digest("secret"), "", None, "\udc80"):
@@ -62,7 +59,8 @@ def test_a_known_key_is_admitted_and_no_other(path: Path) -> None:
 
 def test_a_key_is_good_for_its_methods_alone(path: Path) -> None:
     keys = access(
-        path, table("alice", "a") + table("root", "r", '["generate", "manage"]') + table("op", "o", '["manage"]')
+        path,
+        key_table("alice", "a") + key_table("root", "r", '["generate", "manage"]') + key_table("op", "o", '["manage"]'),
     )
     use(keys, "r", "LoadModel")
     use(keys, "o", "LoadModel")
@@ -74,7 +72,9 @@ def test_a_key_is_good_for_its_methods_alone(path: Path) -> None:
 
 def test_a_rate_admits_a_burst_and_then_gives_a_retry_delay(path: Path) -> None:
     clock = Clock()
-    keys = access(path, table("alice", "a", rest="requests_per_second = 2.0\nburst = 3") + table("bob", "b"), clock)
+    keys = access(
+        path, key_table("alice", "a", rest="requests_per_second = 2.0\nburst = 3") + key_table("bob", "b"), clock
+    )
     for _ in range(3):
         use(keys, "a")
     with pytest.raises(RateLimited) as caught:
@@ -95,7 +95,7 @@ def test_a_rate_admits_a_burst_and_then_gives_a_retry_delay(path: Path) -> None:
 )
 def test_no_pattern_of_calls_gets_more_than_the_rate(rate: float, burst: int, gaps: list[float]) -> None:
     clock = Clock()
-    content = table("alice", "a", rest=f"requests_per_second = {rate!r}\nburst = {burst}")
+    content = key_table("alice", "a", rest=f"requests_per_second = {rate!r}\nburst = {burst}")
     with TemporaryDirectory() as folder:
         keys = access(Path(folder) / "keys.toml", content, clock)
         began, passed, waits = clock.now, 0, []
@@ -112,7 +112,7 @@ def test_no_pattern_of_calls_gets_more_than_the_rate(rate: float, burst: int, ga
 
 
 def test_so_many_calls_run_at_once_and_a_refused_one_costs_nothing(path: Path) -> None:
-    keys = access(path, table("alice", "a", rest="max_concurrent_requests = 2\nrequests_per_second = 3.0"))
+    keys = access(path, key_table("alice", "a", rest="max_concurrent_requests = 2\nrequests_per_second = 3.0"))
     with ExitStack() as running:
         running.enter_context(keys.admitted("Generate", "a"))
         running.enter_context(keys.admitted("Generate", "a"))
@@ -123,7 +123,7 @@ def test_so_many_calls_run_at_once_and_a_refused_one_costs_nothing(path: Path) -
 
 
 def test_a_call_that_fails_gives_its_place_back(path: Path) -> None:
-    keys = access(path, table("alice", "a", rest="max_concurrent_requests = 1"))
+    keys = access(path, key_table("alice", "a", rest="max_concurrent_requests = 1"))
     for _ in range(3):
         with pytest.raises(ZeroDivisionError), keys.admitted("Generate", "a"):
             raise ZeroDivisionError
@@ -132,8 +132,8 @@ def test_a_call_that_fails_gives_its_place_back(path: Path) -> None:
 
 def test_a_changed_file_is_read_within_a_second(path: Path) -> None:
     clock = Clock()
-    keys = access(path, table("alice", "old"), clock)
-    path.write_text(table("alice", "new") + table("bob", "b"))
+    keys = access(path, key_table("alice", "old"), clock)
+    path.write_text(key_table("alice", "new") + key_table("bob", "b"))
     clock.now += 1.0
     use(keys, "new")
     use(keys, "b")
@@ -144,20 +144,20 @@ def test_a_changed_file_is_read_within_a_second(path: Path) -> None:
 @pytest.mark.parametrize("content", ["", "nonsense", None], ids=["empty", "garbled", "removed"])
 def test_a_file_that_cannot_be_read_leaves_the_keys_as_they_were(path: Path, content: str | None) -> None:
     clock = Clock()
-    keys = access(path, table("alice", "a"), clock)
+    keys = access(path, key_table("alice", "a"), clock)
     path.unlink()
     if content is not None:
         path.write_text(content)
     clock.now += 1.0
     use(keys, "a")
-    path.write_text(table("alice", "mended"))
+    path.write_text(key_table("alice", "mended"))
     clock.now += 1.0
     use(keys, "mended")
 
 
 def test_a_new_file_does_not_renew_an_allowance(path: Path) -> None:
     clock = Clock()
-    content = table("alice", "a", rest="requests_per_second = 0.1\nburst = 1")
+    content = key_table("alice", "a", rest="requests_per_second = 0.1\nburst = 1")
     keys = access(path, content, clock)
     use(keys, "a")
     path.write_text(content + "\n# changed\n")
@@ -198,7 +198,7 @@ def test_a_file_without_keys_is_refused(path: Path, content: str) -> None:
 
 def test_each_request_of_a_call_counts_as_a_call_would(path: Path) -> None:
     clock = Clock()
-    keys = access(path, table("alice", "a", rest="requests_per_second = 1.0\nburst = 3"), clock)
+    keys = access(path, key_table("alice", "a", rest="requests_per_second = 1.0\nburst = 3"), clock)
     with keys.admitted("Generate", "a") as allowance:
         for _ in range(3):
             with allowance.request():
@@ -214,7 +214,7 @@ def test_each_request_of_a_call_counts_as_a_call_would(path: Path) -> None:
 
 
 def test_requests_of_a_call_have_no_more_places_than_calls(path: Path) -> None:
-    keys = access(path, table("alice", "a", rest="max_concurrent_requests = 2"))
+    keys = access(path, key_table("alice", "a", rest="max_concurrent_requests = 2"))
     with keys.admitted("Generate", "a") as allowance:
         # One at a time has the call's own place, another call the other.
         for _ in range(3):
@@ -242,22 +242,22 @@ def test_requests_of_a_call_have_no_more_places_than_calls(path: Path) -> None:
 
 def test_a_key_that_is_gone_asks_nothing_more_in_a_call_that_is_open(path: Path) -> None:
     clock = Clock()
-    keys = access(path, table("alice", "a") + table("bob", "b"), clock)
+    keys = access(path, key_table("alice", "a") + key_table("bob", "b"), clock)
     with keys.admitted("Generate", "a") as allowance:
         with allowance.request():
             pass
-        path.write_text(table("bob", "b"))
+        path.write_text(key_table("bob", "b"))
         clock.now += 1.0
         with pytest.raises(Unauthenticated), allowance.request():
             pass
-        path.write_text(table("alice", "a", '["manage"]'))
+        path.write_text(key_table("alice", "a", '["manage"]'))
         clock.now += 1.0
         with pytest.raises(PermissionDenied), allowance.request():
             pass
 
 
 def test_a_caller_is_known_while_its_call_runs_and_none_after(path: Path) -> None:
-    keys = access(path, table("alice", "a", rest="weight = 2.5") + table("bob", "b"))
+    keys = access(path, key_table("alice", "a", rest="weight = 2.5") + key_table("bob", "b"))
     with keys.admitted("Generate", "a") as allowance:
         assert (current_caller().tenant, current_caller().weight) == ("alice", 2.5)
         with allowance.request():
@@ -273,7 +273,7 @@ def test_a_caller_is_known_while_its_call_runs_and_none_after(path: Path) -> Non
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 40), st.booleans()), max_size=40))
 def test_what_a_keys_requests_hold_together_is_never_more_than_its_limits(asked: list[tuple[int, int, bool]]) -> None:
     with TemporaryDirectory() as folder:
-        content = table("alice", "a", rest="max_sequences = 6\nmax_tokens_in_flight = 60")
+        content = key_table("alice", "a", rest="max_sequences = 6\nmax_tokens_in_flight = 60")
         keys = access(Path(folder) / "keys.toml", content)
         held: list[tuple[int, int]] = []
         with keys.admitted("Generate", "a"), keys.admitted("Generate", "a"):
@@ -290,7 +290,7 @@ def test_what_a_keys_requests_hold_together_is_never_more_than_its_limits(asked:
 
 
 def test_a_request_beyond_what_a_key_may_ever_ask_is_refused_for_good(path: Path) -> None:
-    keys = access(path, table("alice", "a", rest="max_sequences = 6\nmax_tokens_in_flight = 60\nmax_priority = 2"))
+    keys = access(path, key_table("alice", "a", rest="max_sequences = 6\nmax_tokens_in_flight = 60\nmax_priority = 2"))
     with keys.admitted("Generate", "a"):
         current_caller().check(2, 6, 60)
         for rows, tokens in ((7, 1), (1, 61)):

@@ -79,16 +79,6 @@ def test_rules_give_what_their_definitions_give(
     assert row.tobytes() == before.tobytes(), "logprobs are taken from the raw logits"
 
 
-@given(st.lists(TOKENS), st.lists(TOKENS, max_size=60))
-def test_counts_are_those_of_a_counter(prompt: list[int], output: list[int]) -> None:
-    counts = TokenHistory(prompt)
-    for token_id in output:
-        counts.add(token_id)
-    assert counts.token_ids.tolist() == list(dict.fromkeys([*prompt, *output]))
-    assert counts.counts.tolist() == [Counter(output)[token_id] for token_id in counts.token_ids.tolist()]
-    assert counts.num_generated == len(output)
-
-
 def test_counts_outgrow_any_capacity() -> None:
     counts = TokenHistory(range(100, 150))
     for token_id in [*range(1000), *range(1000)]:
@@ -128,13 +118,6 @@ def test_beam_rules_mask_early_ends_and_repeated_ngrams_and_nothing_else(
             rules.add(token_id)
     result = row if rules is None else rules.apply(row)
     assert result.tolist() == [-math.inf if token_id in masked else row[token_id] for token_id in range(VOCAB_SIZE)]
-
-
-def test_ngram_rule_may_leave_nothing() -> None:
-    params = BeamSearchParams(beam_size=1, no_repeat_ngram_size=1)
-    rules = make_beam_rules(params, StoppingParams(), (), range(VOCAB_SIZE))
-    assert rules is not None
-    assert (rules.apply(np.zeros(VOCAB_SIZE, np.float32)) == -np.inf).all()
 
 
 @given(ROWS, SAMPLING, STOPPING, st.lists(TOKENS), st.lists(TOKENS), st.lists(TOKENS), st.lists(TOKENS))

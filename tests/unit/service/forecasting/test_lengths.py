@@ -29,12 +29,6 @@ def test_lengths_of_whole_answers_give_the_mean_of_what_a_limit_leaves_of_them(
     assert expected in (math.ceil(mean - 1e-9), math.ceil(mean + 1e-9))
 
 
-def test_lengths_of_answers_that_were_cut_tell_that_others_go_further() -> None:
-    """Half were cut at 10 by their own limit, the others ended at 30: without a limit, all would have."""
-    lengths = seen(*[(10, False)] * 8, *[(30, True)] * 8)
-    assert [lengths.expected(0.0, most) for most in (5, 10, 20, 256)] == [5, 10, 20, 30]
-
-
 def test_lengths_are_weighed_by_who_was_left_to_end() -> None:
     """By hand: of 8 two end at 4 and two are cut at 6; of the 4 that are left all end at 10."""
     lengths = seen(*[(4, True)] * 2, *[(6, False)] * 2, *[(10, True)] * 4)

@@ -14,7 +14,6 @@ from service.engine.types import (
     FinishReason,
     GenerationRequest,
     PromptScoring,
-    StepStats,
     StoppingParams,
 )
 from service.forecasting.costing import CostModel
@@ -294,17 +293,6 @@ def test_the_less_urgent_and_other_tenants_requests_are_no_queue(fields: dict[st
     assert other.queue_seconds == 0.0
 
 
-def test_what_was_outstanding_is_gone_when_all_have_ended() -> None:
-    warm = machine()
-    warm.warm()
-    fill(warm, 20, 10)
-    asked = request("a", (5, 6))
-    assert warm.predictor.predict(asked).queue_seconds > 0  # type: ignore[union-attr]
-    warm.drain()
-    warm.predictor.ended("nobody")
-    assert warm.predictor.predict(asked).queue_seconds == 0.0  # type: ignore[union-attr]
-
-
 def test_in_a_batch_a_request_takes_longer_and_that_is_predicted() -> None:
     """Always six others, of whom each is followed by another."""
     crowded, alone = machine(), machine()
@@ -422,18 +410,7 @@ def test_an_empty_batch_changes_nothing() -> None:
 def test_a_step_without_work_teaches_nothing() -> None:
     cold = machine()
     before = cold.predictor.coefficients
-    empty = StepStats(
-        num_rows=0,
-        num_tokens=0,
-        num_padding_tokens=0,
-        run_seconds=5.0,
-        host_seconds=None,
-        num_preemptions=0,
-        num_running=0,
-        num_waiting=0,
-        kv_usage_ratio=0.0,
-    )
-    cold.predictor.step_done(empty)
+    cold.predictor.step_done(replace(cold.engine.step().stats, run_seconds=5.0))
     assert cold.predictor.coefficients == before
 
 

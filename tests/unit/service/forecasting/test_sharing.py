@@ -38,11 +38,6 @@ def test_what_is_foretold_is_what_turns_come_to(seconds: float, rivals: list[Riv
     assert stretched(seconds, rivals) == pytest.approx(taken_turns(seconds, rivals), abs=slack)
 
 
-def test_nobody_else_lengthens_nothing_and_others_never_more_than_their_weight() -> None:
-    assert stretched(2.0, ()) == 2.0
-    assert stretched(2.0, [Rival(3.0, math.inf, 0.0), Rival(1.0, 0.5, 0.0)]) == 2.0 + 6.0 + 0.5
-
-
 def test_who_was_busy_lately_is_taken_to_be_so_though_its_present_work_is_short() -> None:
     assert stretched(2.0, [Rival(1.0, 0.1, 0.75)]) == 2.0 + 1.5
     assert stretched(0.1, [Rival(1.0, 5.0, 0.75)]) == 0.2

@@ -18,12 +18,9 @@ import pytest
 
 from service.errors import Overloaded
 from service.process.text_pool import LONG_BYTES, MAX_LONG, FairQueue, TextPool
+from tests.fakes import Death
 
 LONG = LONG_BYTES + 1
-
-
-class Panic(BaseException):
-    """As extension modules raise them."""
 
 
 @pytest.fixture
@@ -220,8 +217,8 @@ async def test_work_that_no_thread_can_be_started_for_leaves_its_room(
 @pytest.mark.parametrize("num_bytes", [0, LONG])
 async def test_panic_reaches_its_caller_and_the_thread_goes_on(pool: TextPool, num_bytes: int) -> None:
     def work() -> None:
-        raise Panic
+        raise Death
 
-    with pytest.raises(Panic):
+    with pytest.raises(Death):
         await pool.run("", num_bytes, work)
     assert await pool.run("", num_bytes, lambda: 1) == 1

@@ -50,10 +50,6 @@ def test_without_a_budget_every_model_gets_what_it_needs() -> None:
     assert (num_left(pool), pool.kept) == (None, {})
 
 
-def test_one_model_has_the_whole_budget_however_large() -> None:
-    assert KVPool(1_000, {}, None, {"a": needs(10)}).parts == {"a": 1_000}
-
-
 def test_by_default_models_can_run_the_same_share_of_their_rows() -> None:
     pool = KVPool(1_000, {}, None, {"a": needs(300), "b": needs(100), "c": needs(600)})
     assert pool.parts == {"a": 300, "b": 100, "c": 600}

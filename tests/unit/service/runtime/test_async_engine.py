@@ -21,15 +21,6 @@ from tests.scripted import ScriptedEngine, token
 from tests.unit.service.runtime.started import ENDLESS, MODEL, QUEUE, SLOTS, make_engine, queue, run, started, tokens
 
 
-async def test_request_gets_its_tokens_and_one_terminal_event() -> None:
-    async with started() as engine:
-        batches = await run(engine, request("a", max_tokens=6))
-    assert tokens(batches) == expected_tokens((5,), 6)
-    terminal = [event for events in batches for event in events if event.is_terminal]
-    assert [event.finish_reason for event in terminal] == [FinishReason.LENGTH]
-    assert batches[-1][-1] is terminal[0]
-
-
 async def test_consumer_that_is_behind_gets_all_waiting_events_in_one_batch() -> None:
     async with started() as engine:
         asked = request("a", max_tokens=6)
@@ -53,15 +44,6 @@ async def test_requests_beyond_slots_and_queue_are_refused_with_a_time_to_retry(
         engine.admit(MODEL, "fits again")
     assert (refusal.value.num_requests, refusal.value.limit) == (SLOTS + QUEUE, SLOTS + QUEUE)
     assert 0 < refusal.value.retry_after_seconds <= 60
-
-
-async def test_place_that_was_never_used_is_given_back() -> None:
-    async with started() as engine:
-        with engine.admit(MODEL, "a"):
-            assert engine.num_streams == 1
-        assert engine.num_streams == 0
-        await engine.wait_idle()
-        assert await run(engine, request("a"))
 
 
 async def test_requests_that_have_not_ended_are_counted_while_the_first_step_hangs(gate: Gate) -> None:

@@ -12,15 +12,6 @@ from service.runtime.weighted_fair import WeightedFairScheduler
 LONG, SHORT = 0.4, 0.01
 
 
-def test_whoever_alone_has_work_has_every_turn() -> None:
-    turns = WeightedFairScheduler({"a": 0.001})
-    turns.next(["a", "b"])
-    for _ in range(100):
-        assert turns.next(["a"]) == "a"
-        turns.charge("a", 1.0)
-    assert turns.next([]) is None
-
-
 def test_a_model_that_was_idle_has_saved_nothing_up() -> None:
     turns, got = WeightedFairScheduler({}), defaultdict(int)
     for _ in range(100):

@@ -21,6 +21,7 @@ from service.telemetry.metrics import Metrics
 from service.transport.call_log import CallLog
 from service.transport.interceptors import CallInterceptor
 from service.transport.streams import each_request
+from tests.fakes import Death
 
 METHOD = "/onward.v1.GenerationService/GenerateStream"
 
@@ -95,13 +96,9 @@ async def test_a_call_that_ended_under_a_message_is_cancelled_and_its_handler_cl
     assert "unexpected" not in caplog.text
 
 
-class Panic(BaseException):
-    """As extension modules raise them."""
-
-
 async def test_panic_in_a_handler_is_internal_and_leaves_nothing_open(caplog: pytest.LogCaptureFixture) -> None:
     async def handler(request: bytes, context: Any) -> AsyncGenerator[bytes, None]:
-        raise Panic("/secret/path")
+        raise Death("/secret/path")
         yield b""
 
     registry = CollectorRegistry()

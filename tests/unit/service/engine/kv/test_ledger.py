@@ -126,17 +126,6 @@ def test_ledger_saves_preempted_rows_before_others_move_and_restores_them_in_any
     assert (victim.handles, victim.sequences[0].num_computed_tokens) == ((), 2)
 
 
-def test_ledger_drops_the_saved_rows_of_an_ended_request() -> None:
-    ledger, group = make_ledger(), make_group([5, 6])
-    admit(ledger, group)
-    compute(ledger, group)
-    ledger.preempt(group)
-    operations(ledger)
-    ledger.forget(group)
-    assert operations(ledger) == (KVDrop(1),)
-    assert ledger.usage_ratio == 0
-
-
 def test_ledger_caches_whole_chunks_for_requests_with_the_same_prefix() -> None:
     ledger, first = make_ledger(), make_group([*range(10)])
     admit(ledger, first)

@@ -31,24 +31,6 @@ def make_case(lengths: tuple[int, ...], steps: tuple[Step, ...], *, with_sources
 
 
 @pytest.mark.parametrize("with_sources", [False, True], ids=["decoder-only", "encoder-decoder"])
-@pytest.mark.parametrize("num_slots", [1, 2, 3, 8])
-def test_replay_of_ragged_rows_gives_every_feeds_logits_in_any_number_of_slots(
-    num_slots: int, with_sources: bool
-) -> None:
-    case = make_case(LENGTHS, staggered(LENGTHS), with_sources=with_sources)
-    runner = FakeRunner(num_slots)
-    np.testing.assert_array_equal(replay(runner, case, RULES, num_slots), case.logits)
-    assert max(len(batch.decode) for batch in runner.batches) <= num_slots
-
-
-def test_replay_of_chunks_beside_rows_that_wait_gives_their_logits() -> None:
-    steps = staggered((2,))
-    chunked = make_case((7, 12), (*_chunks(0, (5,)), *_chunks(1, (4, 6)), *_together(5, 10, 2)), with_sources=False)
-    for case in (chunked, make_case((2,), steps, with_sources=False)):
-        np.testing.assert_array_equal(replay(FakeRunner(4), case, RULES, 4), case.logits)
-
-
-@pytest.mark.parametrize("with_sources", [False, True], ids=["decoder-only", "encoder-decoder"])
 @pytest.mark.parametrize("num_slots", [1, 3, 32])
 def test_cases_side_by_side_give_what_each_gives_by_itself(num_slots: int, with_sources: bool) -> None:
     shapes: list[tuple[tuple[int, ...], tuple[Step, ...]]] = [
