@@ -76,8 +76,8 @@ def _announces_amx() -> bool:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out what is for `--whole`: tests marked `whole`, and all but n cases of each one marked `sampled(n)`.
 
-    The seed of the tests' order draws the cases, in every process of a run the same. Files of long tests come first, so
-    that no process is left with one at the end.
+    The seed of the tests' order draws the cases, in every process of a run the same, and for tests of the same cases
+    the same: these share artifacts. Files of long tests come first, so that no process is left with one at the end.
     """
     items.sort(key=lambda item: item.path.stem not in _LONG)
     if config.getoption("--whole"):
@@ -89,8 +89,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         elif mark := item.get_closest_marker("sampled"):
             cases[item.nodeid.partition("[")[0], mark.args[0]].append(item.nodeid)
     for (test, count), names in cases.items():
-        drawn = random.Random(f"{config.getoption('randomly_seed', 0)} {test}").sample(sorted(names), len(names))
-        left_out.update(drawn[count:])
+        ids = sorted(name.removeprefix(test) for name in names)
+        drawn = random.Random(f"{config.getoption('randomly_seed', 0)} {ids}").sample(ids, len(ids))
+        left_out.update(test + each for each in drawn[count:])
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
     items[:] = [item for item in items if item.nodeid not in left_out]
 

@@ -278,6 +278,7 @@ def _rename_in_manifest(folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("corrupt", CORRUPTED.values(), ids=CORRUPTED.keys())
+@pytest.mark.sampled(5)
 async def test_bad_model_file_is_refused_at_the_start_with_an_exit_code_that_is_not_0(
     tmp_path: Path, corrupt: Any
 ) -> None:

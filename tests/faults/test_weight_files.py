@@ -108,6 +108,7 @@ def test_weights_truncated_between_their_checksum_and_their_proof_are_refused_an
         assert server.stop() == 0
 
 
+@pytest.mark.whole
 def test_explain_weights_truncated_between_their_checksum_and_their_proof_leave_the_server_going(
     tmp_path: Path,
 ) -> None:

@@ -269,6 +269,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Futu
 
 
 @pytest.mark.parametrize("scenario", [with_workers, with_workers_behind_envoy])
+@pytest.mark.sampled(1)
 def test_a_master_and_two_workers_send_one_schedule_completely(
     started: dict[str, Future[Outputs]], scenario: Callable[[Path], Outputs]
 ) -> None:

@@ -114,6 +114,7 @@ def cuda_graphs(variant: str, precision: Precision = Precision.FP16) -> tuple[Pa
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.sampled(2)
 def test_stand_in_answers_as_pytorch_does(variant: str) -> None:
     """Over blocks of sixteen, so that rows have several, and NaN wherever nothing was written."""
     report = verify(stand_in(variant), lambda _: None)
@@ -123,6 +124,7 @@ def test_stand_in_answers_as_pytorch_does(variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", ["rotary", "sinusoidal"])
+@pytest.mark.sampled(1)
 def test_stand_in_has_standard_operators_alone_and_the_signature_of_the_cuda_graphs(variant: str) -> None:
     cpu, (_, cuda) = artifact.load(stand_in(variant)), cuda_graphs(variant)
     for name in cuda.graphs:
@@ -251,6 +253,7 @@ def test_onnx_runtime_declares_the_operator_as_the_graphs_use_it() -> None:
 
 
 @CUDA_GRAPHS
+@pytest.mark.sampled(2)
 def test_cuda_graphs_give_the_operator_all_it_demands(variant: str, precision: Precision) -> None:
     folder, manifest = cuda_graphs(variant, precision)
     config = manifest.config
@@ -305,6 +308,7 @@ def test_cuda_graphs_give_the_operator_all_it_demands(variant: str, precision: P
 
 
 @CUDA_GRAPHS
+@pytest.mark.sampled(2)
 def test_cuda_graphs_pass_the_checker_and_onnx_runtime_lacks_but_the_kernel(variant: str, precision: Precision) -> None:
     """It reads the graph whole, and only then finds that a CPU computes none of it in this precision."""
     folder, _ = cuda_graphs(variant, precision)
@@ -411,6 +415,7 @@ def test_an_encoder_computes_on_whole_numbers_alone_where_it_may_run_on_the_proc
 
 
 @pytest.mark.parametrize("variant", ["rotary", "sinusoidal"])
+@pytest.mark.sampled(1)
 def test_cuda_graphs_have_the_weights_of_the_proven_ones_rounded(variant: str) -> None:
     mine, (theirs, _) = stand_in(variant), cuda_graphs(variant)
     for path in sorted(theirs.glob("*.onnx")):
@@ -425,6 +430,7 @@ def test_cuda_graphs_have_the_weights_of_the_proven_ones_rounded(variant: str) -
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.sampled(2)
 def test_cuda_graphs_answer_as_pytorch_does_where_the_operator_does_as_documented(variant: str) -> None:
     """The very files that are shipped; only the operator is interpreted."""
     folder, manifest = cuda_graphs(variant)

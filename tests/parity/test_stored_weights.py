@@ -37,7 +37,7 @@ from tests.artifacts import (
 DECODER_ONLY, ENCODER_DECODER = Architecture.DECODER_ONLY, Architecture.ENCODER_DECODER
 NARROW = {"d_model": 48, "num_heads": 3, "d_ff": 80}
 """Blocks of 16, which `MatMulNBits` takes."""
-SAMPLE = 40
+SAMPLE = 15
 """Wrong tensors of each artifact that are tried without `--whole`."""
 Values = npt.NDArray[Any]
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onward.v1 import generation_pb2 as pb
@@ -195,6 +195,7 @@ def built(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
         ("hm</think>" + call("f", {"city": "a"}), True, "hm", ""),
     ],
 )
+@settings(max_examples=25)
 @given(cuts=st.lists(st.integers(0, 160), max_size=6))
 def test_a_response_has_its_thoughts_as_an_item_however_they_come(
     case: tuple[str, bool, str, str], cuts: list[int], has_tools: bool, reason: FinishReason
