@@ -88,6 +88,8 @@ class Claim:
 _IN_README = 4
 _IMPORTED = re.compile(r"^from benchmarks\.scenarios(?:\.| import )(\w+)", re.MULTILINE)
 _OPTIONAL = {
+    "benchmarks/frame/limits.py": "bench",
+    "benchmarks/frame/roofline.py": "bench",
     "service/transport/http": "http",
     "service/engine/sampling/grammar.py": "structured",
     "service/process/grammar_check.py": "structured",

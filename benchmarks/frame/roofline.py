@@ -1,13 +1,13 @@
-"""Rooflines: tokens a second at most, for models larger than the caches. Pure arithmetic.
+"""Rooflines: tokens a second at most. Pure arithmetic.
 
     decode    B / max(bytes / read bandwidth, operations / GEMM rate): a step reads all weights once, and every
-    sequence's
-              keys and values at its mean length
+              sequence's keys and values at its mean length
     prefill   tokens / the same, with the causal half of the pairs; what follows the last layer's attention is computed
               at one position only
 
-The GEMM rate is that of the precision, or of the nearest faster one measured. A table that is only looked up is not
-read.
+The read bandwidth is that of the largest piece of memory that is no larger than what a step reads: of caches, where
+they hold it. The GEMM rate is that of the precision, or of the nearest faster one measured. A table that is only looked
+up is not read.
 """
 
 from __future__ import annotations
@@ -63,7 +63,13 @@ def roofline(
         per_sequence = cost.forward_flops(config, length)
         operations = batch * (per_sequence.linear + per_sequence.attention) / length
     num_bytes = weights + batch * cost.kv_bytes(config, length) * kv_bytes / _FP32_BYTES
-    return float(tokens / max(num_bytes / (limits["read_gb_per_second"] * 1e9), operations / (max(rates) * 1e9)))
+    return float(tokens / max(num_bytes / _read_rate(limits, num_bytes), operations / (max(rates) * 1e9)))
+
+
+def _read_rate(limits: Mapping[str, Any], num_bytes: float) -> float:
+    """Bytes a second."""
+    (_, least), *others = limits["read_gb_per_second"]
+    return 1e9 * float(next((rate for size, rate in reversed(others) if size <= num_bytes), least))
 
 
 def read_parameters(config: ModelConfig) -> int:
@@ -79,7 +85,8 @@ def best_limits(seen: list[Mapping[str, Any]]) -> dict[str, Any] | None:
     if not seen:
         return None
     names = sorted({name for limits in seen for name in limits["gemm"]})
+    reads = zip(*(limits["read_gb_per_second"] for limits in seen), strict=True)
     return {
-        "read_gb_per_second": max(limits["read_gb_per_second"] for limits in seen),
+        "read_gb_per_second": [max(of_size) for of_size in reads],
         "gemm": {name: max(limits["gemm"].get(name, 0.0) for limits in seen) for name in names},
     }

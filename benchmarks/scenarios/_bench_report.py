@@ -94,7 +94,8 @@ def _facts(results: Mapping[str, Any]) -> list[str]:
     ]
     if limits is not None:
         rates = ", ".join(f"{name} {rate:.0f}" for name, rate in limits["gemm"].items())
-        facts.append(f"Measured limits: {limits['read_gb_per_second']:.1f} GB/s read; GEMM {rates} GFLOP/s.")
+        reads = ", ".join(f"{size >> 20} MiB {rate:.0f}" for size, rate in limits["read_gb_per_second"])
+        facts.append(f"Measured limits: reads of {reads} GB/s; GEMM {rates} GFLOP/s.")
     return facts
 
 

@@ -23,7 +23,7 @@ from model.spec.config import Architecture, ModelConfig
 CONFIG = ModelConfig(
     architecture=Architecture.DECODER_ONLY, vocab_size=64, context=64, d_model=8, num_layers=1, num_heads=1, d_ff=8
 )
-LIMITS = {"read_gb_per_second": 10.0, "gemm": {"fp32": 100.0, "bf16": 400.0}}
+LIMITS = {"read_gb_per_second": [[1, 20.0], [1 << 30, 10.0]], "gemm": {"fp32": 100.0, "bf16": 400.0}}
 SETTINGS = BenchSettings(
     models=("tiny",),
     systems=("good",),
@@ -256,8 +256,9 @@ def test_the_ratio_at_any_precision_is_of_a_pair_of_equal_losses() -> None:
 
 
 def test_a_limit_is_the_most_that_any_round_saw() -> None:
-    other = {"read_gb_per_second": 12.0, "gemm": {"fp32": 90.0}}
-    assert best_limits([LIMITS, other]) == {"read_gb_per_second": 12.0, "gemm": {"bf16": 400.0, "fp32": 100.0}}
+    other = {"read_gb_per_second": [[1, 12.0], [1 << 30, 12.0]], "gemm": {"fp32": 90.0}}
+    reads = [[1, 20.0], [1 << 30, 12.0]]
+    assert best_limits([LIMITS, other]) == {"read_gb_per_second": reads, "gemm": {"bf16": 400.0, "fp32": 100.0}}
     assert best_limits([]) is None
 
 
@@ -270,6 +271,14 @@ def test_the_roofline_of_decode_is_bandwidth_at_one_sequence_and_arithmetic_at_m
     many = [roofline(CONFIG, slow, "fp32", ("decode", batch, 8), 8) for batch in (1, 32)]
     assert many[0] == pytest.approx(many[1])
     assert roofline(CONFIG, None, "fp32", ("prefill", 1, 8), 8) is None
+
+
+def test_the_roofline_of_what_caches_hold_is_at_their_rate() -> None:
+    cached, read = (
+        roofline(CONFIG, LIMITS | {"read_gb_per_second": [[1, 20.0], [size, 10.0]]}, "fp32", ("decode", 1, 8), 8)
+        for size in (1 << 30, 2)
+    )
+    assert cached == pytest.approx(2 * (read or 0))
 
 
 def test_the_roofline_of_keys_and_values_in_eight_bits_is_higher_where_they_are_what_is_read() -> None:

@@ -128,7 +128,7 @@ def test_the_large_model_reads_a_billion_weights_in_a_step() -> None:
     assert read_parameters(config) == 1_100_048_384 - 32000 * 2048
     assert read_parameters(replace(config, tie_embeddings=True)) == read_parameters(config)
     # With bandwidth alone a step takes as long as weights and keys and values take to be read.
-    limits = {"read_gb_per_second": 1000.0, "gemm": {"bf16": 1e12}}
+    limits = {"read_gb_per_second": [[1, 1000.0]], "gemm": {"bf16": 1e12}}
     kv = 22 * 2 * 4 * 64 * 2 * 192
     rate = roofline(config, limits, "bf16", ("decode", 8, 128), 128)
     assert rate == pytest.approx(8 * 1e12 / (2 * read_parameters(config) + 8 * kv))
