@@ -111,6 +111,12 @@ def models(running: tuple[Path, ServerProcess]) -> Iterator[Path]:
             ModelServiceStub(channel).UnloadModel(model_pb2.UnloadModelRequest(model=name), timeout=_SECONDS)
 
 
+@pytest.fixture
+def bad(good: Path, models: Path) -> Path:
+    """A copy of the complete artifact, to be spoiled where the server finds it."""
+    return Path(shutil.copytree(good, models / "bad"))
+
+
 def _change_config(folder: Path, **fields: int) -> None:
     """Overwrites fields of the model's config in its manifest."""
     values = json.loads((folder / "manifest.json").read_text())
@@ -152,21 +158,19 @@ def test_file_of_an_artifact_that_is_none_is_refused_by_name_and_the_next_model_
 
 
 def test_terabyte_of_weights_that_the_sizes_in_the_manifest_allow_is_refused_by_the_memory_of_the_machine(
-    server: ServerProcess, good: Path, models: Path
+    server: ServerProcess, good: Path, models: Path, bad: Path
 ) -> None:
-    shutil.copytree(good, models / "bad")
-    complaint = _terabyte(models / "bad" / "decoder.onnx.data")
-    _change_config(models / "bad", d_ff=_TERABYTE)
+    complaint = _terabyte(bad / "decoder.onnx.data")
+    _change_config(bad, d_ff=_TERABYTE)
     assert f"decoder.onnx.data {complaint}" in _refusal(server, "bad")
     shutil.copytree(good, models / "next")
     _loads(server, "next")
 
 
 def test_manifest_that_claims_a_billion_layers_is_refused_before_they_are_listed(
-    server: ServerProcess, good: Path, models: Path
+    server: ServerProcess, bad: Path
 ) -> None:
-    shutil.copytree(good, models / "bad")
-    _change_config(models / "bad", num_layers=10**9)
+    _change_config(bad, num_layers=10**9)
     assert "num_layers is 1000000000, must be at most" in _refusal(server, "bad")
 
 
