@@ -218,19 +218,19 @@ class Attention {
     rows.count = static_cast<int>(end - first);
     rows.part = round_up(rows.count, kTileRows) * dim;
     rows.sums = task_scratch.at_least(rows.part + kRowsScored * kStride + 2 * block +
-                                      kParts * (rows.part + kTileRows * kGroup) / 2);
+                                      kRowParts<Number> * (rows.part + kTileRows * kGroup) / 2);
     rows.scores = rows.sums + rows.part;
     uint32_t* keys = reinterpret_cast<uint32_t*>(rows.scores + kRowsScored * kStride);
     uint32_t* values = keys + block;
     rows.queries = reinterpret_cast<uint16_t*>(values + block);
-    rows.weights = rows.queries + kParts * rows.part;
+    rows.weights = rows.queries + kRowParts<Number> * rows.part;
     for (int r = 0; r < rows.count; r++) {
       const KeyRange range = load_query(b, kv_head, sequence, first + r, rows.sums + r * dim);
       rows.range[r] = {range.from + sequence.base, range.to + sequence.base};
       rows.softmax[r] = {sink(kv_head, first + r), 0.0f};
     }
     std::fill(rows.sums + rows.count * dim, rows.sums + rows.part, 0.0f);
-    write_parts(rows.sums, rows.part, rows.queries, rows.part);
+    write_parts<kRowParts<Number>>(rows.sums, rows.part, rows.queries, rows.part);
     std::fill(rows.sums, rows.sums + rows.part, 0.0f);
 
     FloatTiles tiles;
@@ -298,7 +298,8 @@ class Attention {
       for_rows(k, kAtOnce, [&](int r, int64_t blocks) {
         for (int i = 0; i < kTileRows; i++) {
           const KeyRange range = r + i < end ? seen[r + i - first] : KeyRange{};
-          write_weights(scores(r + i), k, k + blocks * kAtOnce, range.from, range.to, rows.weights + i * kGroup);
+          write_weights<kRowParts<Number>>(scores(r + i), k, k + blocks * kAtOnce, range.from, range.to,
+                                           rows.weights + i * kGroup);
         }
         for (int64_t d = 0; d < dim; d += kSums * kLanes) {
           kWeighTiles<Number>[std::min<int64_t>((dim - d) / kLanes, kSums) - 1](

@@ -3,7 +3,8 @@
 //
 // A float is the sum of three bfloat16: its first 8 significant bits, the next 8, and the rest. A product of floats is
 // the sum of six products of such parts; the three that are left out are below its rounding. A number of the int8 cache
-// is one part. Each sum adds its products in one order, 32 dimensions or keys at a time.
+// is one part, and what it is multiplied by two: the nearest bfloat16 and 8 significant bits of the rest, within 2^-16 of
+// it. Each sum adds its products in one order, 32 dimensions or keys at a time.
 #pragma once
 
 #include <type_traits>
@@ -14,7 +15,6 @@
 namespace onward {
 namespace {
 
-constexpr int kParts = 3;              // of a float
 constexpr int64_t kAtOnce = 32;        // numbers that a product of tiles sums
 constexpr int64_t kGroup = 64;         // keys that stay in the L1 cache for all rows: packed, then their values
 constexpr int kSums = 4;               // tiles of sums
@@ -22,10 +22,13 @@ constexpr int kRow = 4, kColumn = 7;   // tiles of parts: 4, 5 and 6 of rows, 7 
 
 using FloatTiles = Tiles<64>;
 
+// Parts of a cached number, and of a query's and a weight.
 template <typename Number>
-constexpr int kPartsOf = sizeof(Number) == 1 ? 1 : kParts;
+constexpr int kPartsOf = sizeof(Number) == 1 ? 1 : 3;
+template <typename Number>
+constexpr int kRowParts = sizeof(Number) == 1 ? 2 : 3;
 
-// The parts of 16 numbers, in the upper halves of their places.
+// The parts of 16 numbers, in the upper halves of their places. The first of two is infinite from 3.39e38 on.
 template <int PARTS>
 struct Split {
   __m512i part[PARTS];
@@ -33,11 +36,12 @@ struct Split {
 
 template <int PARTS>
 [[gnu::always_inline]] inline Split<PARTS> split(Vec numbers) {
-  const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xFFFF0000));
+  const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xFFFF0000)), half = _mm512_set1_epi32(0x8000);
   Split<PARTS> parts;
 #pragma GCC unroll 3
   for (int i = 0; i < PARTS; i++) {
-    parts.part[i] = _mm512_and_si512(_mm512_castps_si512(numbers), upper);
+    const __m512i bits = _mm512_castps_si512(numbers);
+    parts.part[i] = _mm512_and_si512(PARTS == 2 && i == 0 ? _mm512_add_epi32(bits, half) : bits, upper);
     numbers = _mm512_sub_ps(numbers, _mm512_castsi512_ps(parts.part[i]));
   }
   return parts;
@@ -51,12 +55,13 @@ template <int PARTS>
 }
 
 // Writes the parts of `count` numbers, a multiple of 32: part i from `parts` + i * `distance` on.
+template <int PARTS>
 void write_parts(const float* numbers, int64_t count, uint16_t* parts, int64_t distance) {
   for (int64_t n = 0; n < count; n += kAtOnce) {
-    const auto first = split<kParts>(_mm512_load_ps(numbers + n));
-    const auto second = split<kParts>(_mm512_load_ps(numbers + n + kLanes));
+    const auto first = split<PARTS>(_mm512_load_ps(numbers + n));
+    const auto second = split<PARTS>(_mm512_load_ps(numbers + n + kLanes));
 #pragma GCC unroll 3
-    for (int i = 0; i < kParts; i++) {
+    for (int i = 0; i < PARTS; i++) {
       _mm512_store_si512(parts + i * distance + n, upper_halves(first.part[i], second.part[i]));
     }
   }
@@ -121,11 +126,11 @@ template <int COUNT, typename Body>
 }
 
 // Adds the products of the rows' parts and those of a column tile, which are `distance` words apart, to a sum.
-template <int SUM, int PARTS>
+template <int SUM, typename Number>
 [[gnu::always_inline]] inline void add_products(FloatTiles& tiles, const uint32_t* column, int64_t distance) {
-  for_tiles<PARTS>([&](auto part) {
+  for_tiles<kPartsOf<Number>>([&](auto part) {
     tiles.load<kColumn>(column + part * distance, kLine);
-    for_tiles<kParts - part>([&](auto row) { tiles.add_floats<SUM, kRow + row, kColumn>(); });
+    for_tiles<kRowParts<Number> - part>([&](auto row) { tiles.add_floats<SUM, kRow + row, kColumn>(); });
   });
 }
 
@@ -136,9 +141,9 @@ void score_tiles(FloatTiles& tiles, const uint16_t* queries, int64_t distance, c
   const int64_t block = block_words<Number>(dim), row_bytes = dim * sizeof(uint16_t);
   for_tiles<BLOCKS>([&](auto n) { tiles.clear<n>(); });
   for (int64_t d = 0; d < dim; d += kAtOnce) {
-    for_tiles<kParts>([&](auto i) { tiles.load<kRow + i>(queries + i * distance + d, row_bytes); });
+    for_tiles<kRowParts<Number>>([&](auto i) { tiles.load<kRow + i>(queries + i * distance + d, row_bytes); });
     for_tiles<BLOCKS>([&](auto n) {
-      add_products<n, kPartsOf<Number>>(tiles, packed + n * block + d / 2 * kLanes, dim / 2 * kLanes);
+      add_products<n, Number>(tiles, packed + n * block + d / 2 * kLanes, dim / 2 * kLanes);
     });
   }
   for_tiles<BLOCKS>([&](auto n) { tiles.store<n>(scores + n * kLanes, stride * sizeof(float)); });
@@ -152,25 +157,26 @@ void weigh_tiles(FloatTiles& tiles, const uint16_t* weights, const uint32_t* val
   const int64_t row_bytes = dim * sizeof(float);
   for_tiles<SUMS>([&](auto n) { tiles.load<n>(sums + n * kLanes, row_bytes); });
   for (int64_t block = 0; block < blocks; block++) {
-    for_tiles<kParts>([&](auto i) {
+    for_tiles<kRowParts<Number>>([&](auto i) {
       tiles.load<kRow + i>(weights + i * kTileRows * kGroup + block * kAtOnce, kGroup * sizeof(uint16_t));
     });
     const uint32_t* packed = values + block * 2 * block_words<Number>(dim);
     for_tiles<SUMS>([&](auto n) {
-      add_products<n, kPartsOf<Number>>(tiles, packed + n * kLanes * kLanes, dim * kLanes);
+      add_products<n, Number>(tiles, packed + n * kLanes * kLanes, dim * kLanes);
     });
   }
   for_tiles<SUMS>([&](auto n) { tiles.store<n>(sums + n * kLanes, row_bytes); });
 }
 
 // Writes the parts of a row's weights for keys [`begin`, `end`), kTileRows * kGroup apart; zeros where it has none.
+template <int PARTS>
 void write_weights(const float* row, int64_t begin, int64_t end, int64_t from, int64_t to, uint16_t* parts) {
   for (int64_t k = begin; k < end; k += kAtOnce, parts += kAtOnce) {
     alignas(kLine) float weights[kAtOnce] = {};
     for (int64_t i = 0; i < kAtOnce; i += kLanes) {
       if (k + i < to && k + i + kLanes > from) _mm512_store_ps(weights + i, _mm512_load_ps(row + k + i));
     }
-    write_parts(weights, kAtOnce, parts, kTileRows * kGroup);
+    write_parts<PARTS>(weights, kAtOnce, parts, kTileRows * kGroup);
   }
 }
 

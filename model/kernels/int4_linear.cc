@@ -205,26 +205,42 @@ void multiply(const Parallel& parallel, const float* rows, int64_t num_rows, con
     }
   };
   const Results results{output, num_rows, matrix.num_columns, matrix.activation};
-  if (!uses_tiles) return share_panels<kInt4PanelColumns>(parallel, results, [&] { return by_vectors; });
+  // A panel's results by `multiply`, or a panel of gates' and its ups'.
+  const auto write = [=](int64_t panel, int64_t first, int64_t count, float* numbers, int64_t pitch, auto& multiply) {
+    if (results.activation != Activation::kSwiGlu) return multiply(panel, first, count, numbers, pitch);
+    write_gated<kInt4PanelColumns>(results, panel, first, count, numbers, pitch, multiply);
+  };
+  if (!uses_tiles) {
+    share_panels<kInt4PanelColumns>(parallel, results, [&] {
+      return [&](int64_t panel, int64_t first, int64_t count, float* numbers, int64_t pitch) {
+        write(panel, first, count, numbers, pitch, by_vectors);
+      };
+    });
+    return;
+  }
   share_panels<kInt4PanelColumns>(parallel, results, [=, &matrix] {
     thread_local Scratch<int8_t> weight_scratch;
     // Of two panels: gates and ups take turns.
     int8_t* const weights = weight_scratch.at_least(2 * width * kInt4PanelColumns);
     return [=, &matrix, unpacked = std::array<int64_t, 2>{-1, -1}, tiles = BlockTiles()](
-               int64_t panel, int64_t first, int64_t count, float* results, int64_t pitch) mutable {
-      const bool is_up = matrix.activation == Activation::kSwiGlu && panel * kInt4PanelColumns >= matrix.num_columns / 2;
-      int8_t* const own = weights + is_up * width * kInt4PanelColumns;
-      if (std::exchange(unpacked[is_up], panel) != panel)
-        unpack(matrix.panels + panel * num_blocks * kBlockBytes, num_blocks, own);
-      for (int64_t row = 0; row < count; row += kTileRows) {
-        const int64_t size = std::min(kTileRows, count - row);
-        if (size < kMinTileRows) {
-          by_vectors(panel, first + row, size, results + row * pitch, pitch);
-        } else {
-          multiply_tile(tiles, bytes + (first + row) * width, scales + first + row, matrix, own, panel, size,
-                        first + row == 0, results + row * pitch, pitch);
+               int64_t pair, int64_t from, int64_t num_all, float* output, int64_t distance) mutable {
+      const auto by_tiles = [&](int64_t panel, int64_t first, int64_t count, float* numbers, int64_t pitch) {
+        const bool is_up =
+            matrix.activation == Activation::kSwiGlu && 2 * panel * kInt4PanelColumns >= matrix.num_columns;
+        int8_t* const own = weights + is_up * width * kInt4PanelColumns;
+        const bool is_new = std::exchange(unpacked[is_up], panel) != panel;
+        if (is_new) unpack(matrix.panels + panel * num_blocks * kBlockBytes, num_blocks, own);
+        for (int64_t row = 0; row < count; row += kTileRows) {
+          const int64_t size = std::min(kTileRows, count - row);
+          if (size < kMinTileRows) {
+            by_vectors(panel, first + row, size, numbers + row * pitch, pitch);
+          } else {
+            multiply_tile(tiles, bytes + (first + row) * width, scales + first + row, matrix, own, panel, size,
+                          is_new && row == 0, numbers + row * pitch, pitch);
+          }
         }
-      }
+      };
+      write(pair, from, num_all, output, distance, by_tiles);
     };
   });
 }

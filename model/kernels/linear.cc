@@ -42,73 +42,108 @@ struct Begun {
   const int32_t (*sums)[kPanelColumns];
 };
 
-// One panel's columns for `num_rows` quantized rows, of which sums may have begun; rows of output are `pitch` apart.
+// Twice sixteen columns: those of a panel, or gates and their ups.
+struct Columns {
+  const int8_t* weights[2];  // 64 bytes of each group of rows, kWeightPitch apart
+  int64_t first[2];
+  bool are_gated;
+};
+
+constexpr int64_t kWeightPitch = kPanelColumns * kGroupRows;
+
+Columns panel_columns(const Int8Matrix& matrix, int64_t panel) {
+  const int8_t* weights = matrix.panels + panel * kPanelColumns * padded(matrix.num_rows);
+  const int64_t first = panel * kPanelColumns;
+  return {{weights, weights + kWeightPitch / 2}, {first, first + kLanes}, false};
+}
+
+// Half a panel of gates and the ups that belong to them.
+Columns gated_columns(const Int8Matrix& matrix, int64_t panel, int half) {
+  const int64_t ups = matrix.num_columns / 2 / kPanelColumns;
+  const Columns gates = panel_columns(matrix, panel), others = panel_columns(matrix, ups + panel);
+  return {{gates.weights[half], others.weights[half]}, {gates.first[half], others.first[half]}, true};
+}
+
+// The results of columns for `num_rows` quantized rows, of which sums may have begun; rows of output are `pitch` apart.
 template <int num_rows>
-void multiply_vectors(const uint8_t* rows, const float* row_scales, const Int8Matrix& matrix, int64_t panel,
+void multiply_vectors(const uint8_t* rows, const float* row_scales, const Int8Matrix& matrix, const Columns& columns,
                       float* output, int64_t pitch, const Begun& begun) {
   const int64_t width = padded(matrix.num_rows);
-  const int8_t* weights = matrix.panels + panel * kPanelColumns * width + begun.depth * kPanelColumns;
   __m512i sums[num_rows][2];
   for (int row = 0; row < num_rows; ++row) {
     for (int half = 0; half < 2; ++half)
       sums[row][half] =
           begun.depth ? _mm512_load_si512(begun.sums[row] + half * kLanes) : _mm512_setzero_si512();
   }
-  for (int64_t k = begun.depth; k < width; k += kGroupRows, weights += kPanelColumns * kGroupRows) {
-    const __m512i left = _mm512_loadu_si512(weights), right = _mm512_loadu_si512(weights + 64);
+  const int64_t done = begun.depth * kPanelColumns;
+  const int8_t *left = columns.weights[0] + done, *right = columns.weights[1] + done;
+  for (int64_t k = begun.depth; k < width; k += kGroupRows, left += kWeightPitch, right += kWeightPitch) {
+    const __m512i lefts = _mm512_loadu_si512(left), rights = _mm512_loadu_si512(right);
     for (int row = 0; row < num_rows; ++row) {
       int32_t group;
       std::memcpy(&group, rows + row * width + k, sizeof group);
       const __m512i bytes = _mm512_set1_epi32(group);
-      sums[row][0] = _mm512_dpbusd_epi32(sums[row][0], bytes, left);
-      sums[row][1] = _mm512_dpbusd_epi32(sums[row][1], bytes, right);
+      sums[row][0] = _mm512_dpbusd_epi32(sums[row][0], bytes, lefts);
+      sums[row][1] = _mm512_dpbusd_epi32(sums[row][1], bytes, rights);
     }
   }
+  __mmask16 mask[2];
+  __m512 scales[2], bias[2];
+  __m512i offsets[2];
   for (int half = 0; half < 2; ++half) {
-    const int64_t column = panel * kPanelColumns + half * kLanes;
-    if (column >= matrix.num_columns) break;
-    const __mmask16 mask = first_lanes(matrix.num_columns - column);
-    const __m512 scales = _mm512_maskz_loadu_ps(mask, matrix.scales + column);
-    const __m512i offsets = _mm512_maskz_loadu_epi32(mask, matrix.offsets + column);
-    const __m512 bias = matrix.bias ? _mm512_maskz_loadu_ps(mask, matrix.bias + column) : _mm512_setzero_ps();
-    for (int row = 0; row < num_rows; ++row) {
-      const __m512 exact = _mm512_cvtepi32_ps(_mm512_sub_epi32(sums[row][half], offsets));
-      __m512 y = _mm512_mul_ps(_mm512_mul_ps(exact, scales), _mm512_set1_ps(row_scales[row]));
-      if (matrix.bias) y = _mm512_add_ps(y, bias);
-      if (matrix.activation == Activation::kGelu) y = gelu(y);
-      _mm512_mask_storeu_ps(output + row * pitch + half * kLanes, mask, y);
+    const int64_t column = columns.first[half];
+    mask[half] = first_lanes(std::max<int64_t>(matrix.num_columns - column, 0));
+    scales[half] = _mm512_maskz_loadu_ps(mask[half], matrix.scales + column);
+    offsets[half] = _mm512_maskz_loadu_epi32(mask[half], matrix.offsets + column);
+    bias[half] = matrix.bias ? _mm512_maskz_loadu_ps(mask[half], matrix.bias + column) : _mm512_setzero_ps();
+  }
+  for (int row = 0; row < num_rows; ++row, output += pitch) {
+    __m512 y[2];
+    for (int half = 0; half < 2; ++half) {
+      const __m512 exact = _mm512_cvtepi32_ps(_mm512_sub_epi32(sums[row][half], offsets[half]));
+      y[half] = _mm512_mul_ps(_mm512_mul_ps(exact, scales[half]), _mm512_set1_ps(row_scales[row]));
+      if (matrix.bias) y[half] = _mm512_add_ps(y[half], bias[half]);
+      if (matrix.activation == Activation::kGelu) y[half] = gelu(y[half]);
+    }
+    if (columns.are_gated) {
+      _mm512_storeu_ps(output, swiglu(y[0], y[1]));
+    } else {
+      _mm512_mask_storeu_ps(output, mask[0], y[0]);
+      _mm512_mask_storeu_ps(output + kLanes, mask[1], y[1]);
     }
   }
 }
 
-using Vectors = void (*)(const uint8_t*, const float*, const Int8Matrix&, int64_t, float*, int64_t, const Begun&);
+using Vectors = void (*)(const uint8_t*, const float*, const Int8Matrix&, const Columns&, float*, int64_t,
+                         const Begun&);
 constexpr Vectors kVectors[kVectorRows] = {multiply_vectors<1>, multiply_vectors<2>, multiply_vectors<3>,
                                            multiply_vectors<4>, multiply_vectors<5>, multiply_vectors<6>,
                                            multiply_vectors<7>, multiply_vectors<8>};
 
-// Writes the sums of `num_tiles` tiles of rows over whole tiles of a panel; returns their depth.
-template <int num_tiles>
-int64_t add_tiles(Tiles<kTileBytes>& tiles, const uint8_t* rows, int64_t width, const int8_t* weights,
-                  int32_t (*sums)[kPanelColumns]) {
-  constexpr int64_t kWeightPitch = kPanelColumns * kGroupRows, kSumPitch = kPanelColumns * sizeof(int32_t);
+// Writes the sums of `num_tiles` tiles of rows over the first `depth` bytes, whole tiles. Calls `between(k)` once for
+// each, from byte k on.
+template <int num_tiles, typename Between>
+void add_tiles(Tiles<kTileBytes>& tiles, const uint8_t* rows, int64_t width, const Columns& columns, int64_t depth,
+               int32_t (*sums)[kPanelColumns], const Between& between) {
+  constexpr int64_t kSumPitch = kPanelColumns * sizeof(int32_t);
   tiles.clear<0>();
   tiles.clear<1>();
   if (num_tiles > 1) {
     tiles.clear<2>();
     tiles.clear<3>();
   }
-  int64_t k = 0;
-  for (; k + kTileBytes <= width; k += kTileBytes) {
-    tiles.load<6>(weights + k * kPanelColumns, kWeightPitch);
+  for (int64_t k = 0; k < depth; k += kTileBytes) {
+    tiles.load<6>(columns.weights[0] + k * kPanelColumns, kWeightPitch);
     tiles.load<4>(rows + k, width);
     tiles.add_unsigned<0, 4, 6>();
-    tiles.load<7>(weights + k * kPanelColumns + kWeightPitch / 2, kWeightPitch);
+    tiles.load<7>(columns.weights[1] + k * kPanelColumns, kWeightPitch);
     tiles.add_unsigned<1, 4, 7>();
     if (num_tiles > 1) {
       tiles.load<5>(rows + kTileRows * width + k, width);
       tiles.add_unsigned<2, 5, 6>();
       tiles.add_unsigned<3, 5, 7>();
     }
+    between(k);
   }
   tiles.store<0>(sums[0], kSumPitch);
   tiles.store<1>(sums[0] + kTileColumns, kSumPitch);
@@ -116,21 +151,43 @@ int64_t add_tiles(Tiles<kTileBytes>& tiles, const uint8_t* rows, int64_t width, 
     tiles.store<2>(sums[kTileRows], kSumPitch);
     tiles.store<3>(sums[kTileRows] + kTileColumns, kSumPitch);
   }
-  return k;
 }
 
-// One panel's columns for a block of `count` quantized rows. Memory past them is read, up to whole tiles.
-void multiply_block(Tiles<kTileBytes>& tiles, const uint8_t* rows, const float* row_scales, const Int8Matrix& matrix,
-                    int64_t panel, int64_t count, float* output, int64_t pitch) {
-  const int64_t width = padded(matrix.num_rows);
-  const int8_t* weights = matrix.panels + panel * kPanelColumns * width;
-  alignas(64) int32_t sums[kBlockRows][kPanelColumns];
-  const int64_t depth = count > kTileRows ? add_tiles<2>(tiles, rows, width, weights, sums)
-                                          : add_tiles<1>(tiles, rows, width, weights, sums);
-  for (int64_t row = 0; row < count; row += kVectorRows) {
-    kVectors[std::min(kVectorRows, count - row) - 1](rows + row * width, row_scales + row, matrix, panel,
-                                                     output + row * pitch, pitch, {depth, sums + row});
+// The results of columns for `count` quantized rows; returns how many it took, as the last ones may be too few for
+// tiles. While the tiles of a block of rows are multiplied, vectors turn the sums of the block before into results.
+// Memory past the rows is read, up to whole tiles.
+int64_t multiply_blocks(Tiles<kTileBytes>& tiles, const uint8_t* rows, const float* row_scales,
+                        const Int8Matrix& matrix, const Columns& columns, int64_t count, float* output,
+                        int64_t pitch) {
+  const int64_t width = padded(matrix.num_rows), depth = width / kTileBytes * kTileBytes;
+  const int64_t pause = depth / (kBlockRows / kVectorRows) / kTileBytes * kTileBytes;  // between vectors
+  alignas(64) int32_t sums[2][kBlockRows][kPanelColumns];
+  int64_t row = 0, written = 0;
+  const auto write_rows = [&](int64_t end) {
+    const int64_t size = std::min(kVectorRows, end - written);
+    const Begun begun{depth, sums[written / kBlockRows % 2] + written % kBlockRows};
+    kVectors[size - 1](rows + written * width, row_scales + written, matrix, columns, output + written * pitch, pitch,
+                       begun);
+    written += size;
+  };
+  for (; count - row >= kMinTileRows; row += kBlockRows) {
+    int64_t next = pause - kTileBytes;
+    const auto between = [&](int64_t k) {
+      if (k < next || written >= row) return;
+      write_rows(row);
+      next += pause;
+    };
+    auto* const block = sums[row / kBlockRows % 2];
+    if (count - row > kTileRows) {
+      add_tiles<2>(tiles, rows + row * width, width, columns, depth, block, between);
+    } else {
+      add_tiles<1>(tiles, rows + row * width, width, columns, depth, block, between);
+    }
+    while (written < row) write_rows(row);
   }
+  row = std::min(row, count);
+  while (written < row) write_rows(row);
+  return row;
 }
 
 }  // namespace
@@ -174,26 +231,33 @@ void multiply(const Parallel& parallel, const float* rows, int64_t num_rows, con
     row_scales[row] = round_row(rows + row * width, width, rounding.step, rounding.zero, rounded + row * stride);
   });
   const auto by_vectors = [=, &matrix](int64_t panel, int64_t first, int64_t count, float* results, int64_t pitch) {
+    const Columns columns = panel_columns(matrix, panel);
     for (int64_t row = 0; row < count; row += kVectorRows) {
       kVectors[std::min(kVectorRows, count - row) - 1](rounded + (first + row) * stride, row_scales + first + row,
-                                                       matrix, panel, results + row * pitch, pitch, {});
+                                                       matrix, columns, results + row * pitch, pitch, {});
     }
   };
   const Results results{output, num_rows, matrix.num_columns, matrix.activation};
-  if (!uses_tiles) return share_panels<kPanelColumns>(parallel, results, [&] { return by_vectors; });
+  const bool is_gated = matrix.activation == Activation::kSwiGlu;
+  const auto write_vectors = [=](int64_t panel, int64_t first, int64_t count, float* numbers, int64_t pitch) {
+    if (!is_gated) return by_vectors(panel, first, count, numbers, pitch);
+    write_gated<kPanelColumns>(results, panel, first, count, numbers, pitch, by_vectors);
+  };
+  if (!uses_tiles) return share_panels<kPanelColumns>(parallel, results, [&] { return write_vectors; });
   share_panels<kPanelColumns>(parallel, results, [=, &matrix] {
-    return [=, &matrix, tiles = Tiles<kTileBytes>()](int64_t panel, int64_t first, int64_t count, float* results,
+    return [=, &matrix, tiles = Tiles<kTileBytes>()](int64_t panel, int64_t first, int64_t count, float* numbers,
                                                      int64_t pitch) mutable {
-      for (int64_t row = 0; row < count; row += kBlockRows) {
-        const int64_t size = std::min(kBlockRows, count - row);
-        float* const block = results + row * pitch;
-        if (size < kMinTileRows) {
-          by_vectors(panel, first + row, size, block, pitch);
-        } else {
-          multiply_block(tiles, rounded + (first + row) * stride, row_scales + first + row, matrix, panel, size, block,
-                         pitch);
-        }
+      const uint8_t* const own = rounded + first * stride;
+      const float* const own_scales = row_scales + first;
+      int64_t done = 0;
+      if (!is_gated) {
+        done = multiply_blocks(tiles, own, own_scales, matrix, panel_columns(matrix, panel), count, numbers, pitch);
+      } else {
+        for (int half = 0; half < 2; ++half)
+          done = multiply_blocks(tiles, own, own_scales, matrix, gated_columns(matrix, panel, half), count,
+                                 numbers + half * kLanes, pitch);
       }
+      if (done < count) write_vectors(panel, first + done, count - done, numbers + done * pitch, pitch);
     };
   });
 }

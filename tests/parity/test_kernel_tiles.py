@@ -67,6 +67,9 @@ def rows(rng: np.random.Generator, num_rows: int, inner: int) -> Float32:
 )
 # The largest sums.
 @example(inner=1 << 16, outer=3, num_rows=17, positive=True, biased=False, gelu=False, swiglu=False, seed=0)
+# Rows that threads share, and a rest that is too small for tiles.
+@example(inner=140, outer=70, num_rows=295, positive=False, biased=True, gelu=False, swiglu=False, seed=0)
+@example(inner=64, outer=128, num_rows=295, positive=False, biased=False, gelu=False, swiglu=True, seed=0)
 @settings(deadline=None, max_examples=25)
 def test_int8_products_by_tiles_have_the_bits_of_those_by_vectors(
     library: Path,
@@ -94,6 +97,7 @@ def test_int8_products_by_tiles_have_the_bits_of_those_by_vectors(
     swiglu=st.booleans(),
     seed=st.integers(0, 2**32 - 1),
 )
+@example(num_blocks=3, outer=64, num_rows=295, biased=False, gelu=False, swiglu=True, seed=0)
 @settings(deadline=None, max_examples=25)
 def test_int4_products_by_tiles_have_the_bits_of_those_by_vectors(
     library: Path, num_blocks: int, outer: int, num_rows: int, biased: bool, gelu: bool, swiglu: bool, seed: int
@@ -135,7 +139,8 @@ def test_attention_in_tiles_is_that_in_vectors_and_has_the_same_bits_in_any_long
 
     vectors = run(by_tiles, *[95] * 11, 55)
     tiles = run(by_tiles, 528, 572)
-    np.testing.assert_allclose(tiles, vectors, rtol=2e-5, atol=2e-5)
+    # What meets a number of the int8 cache is rounded to two bfloat16.
+    np.testing.assert_allclose(tiles, vectors, rtol=2e-5, atol=2e-4 if int8 else 2e-5)
     assert tiles.tobytes() != vectors.tobytes(), "tiles were used"
     for chunks in ((1100,), (96, 128, 700, 176), (511, 101, 488)):
         assert run(one_thread, *chunks).tobytes() == tiles.tobytes(), f"chunks of {chunks}"
