@@ -114,7 +114,7 @@ class Chat:
     """A template with its tokenizer. Immutable, thread-safe. `now` is the clock of the template's `strftime_now`.
 
     Raises:
-        ChatTemplateError: when the template cannot be compiled or bounded.
+        ChatTemplateError: when the template cannot be compiled or bounded, or a control token is a single character.
     """
 
     def __init__(
@@ -134,6 +134,8 @@ class Chat:
         for text in (source, *literals, *settings.variables.values()):
             if unfit := _UNFIT.search(text):
                 raise ChatTemplateError(f"has U+{ord(unfit.group()):04X}, which no text may hold")
+        if short := sorted(each for each in tokenizer.control_spellings if len(each) == 1):
+            raise ChatTemplateError(f"the control token {short[0]!r} is a character that every message may have")
         self._variables = dict(settings.variables)
         text = "\0".join(literals)
         names = {name.name for name in tree.find_all(jinja2.nodes.Name)}

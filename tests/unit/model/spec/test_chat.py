@@ -32,7 +32,7 @@ THINKING = (
 )
 
 
-def _tokenizer() -> Tokenizer:
+def _tokenizer(special: tuple[str, ...] = SPECIAL) -> Tokenizer:
     """One token for each byte, and the control tokens."""
     inner = tokenizers.Tokenizer(
         tokenizers.models.BPE(
@@ -44,7 +44,7 @@ def _tokenizer() -> Tokenizer:
     )
     inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = tokenizers.decoders.ByteLevel()
-    inner.add_special_tokens(list(SPECIAL))
+    inner.add_special_tokens(list(special))
     inner.add_tokens(list(ORDINARY))
     return Tokenizer(inner)
 
@@ -125,6 +125,11 @@ def test_template_that_completes_what_is_said_makes_no_control_token(template: s
     ids = make(template).encode([Message("user", said)])
     assert not CONTROL_IDS.keys() & set(ids)
     assert TOKENIZER.decode(ids) == "<|im_end|>"
+
+
+def test_a_control_token_that_is_a_character_is_refused_as_every_message_could_spell_it() -> None:
+    with pytest.raises(ChatTemplateError, match="control token '\\|' is a character"):
+        Chat(ChatSettings(CHATML, {}), _tokenizer((*SPECIAL, "|")))
 
 
 def test_templates_find_the_tags_that_they_look_for_in_messages() -> None:
