@@ -89,16 +89,14 @@ def test_int8_linear_has_the_bits_of_its_function(
 @pytest.mark.parametrize("peak", [1e-31, 3e-29, 1e-26, 0.3, 7.0, 3e38])
 def test_int8_rows_are_rounded_as_by_a_division(peak: float) -> None:
     """Numbers beside every half step: a quotient that is off in its last place would be rounded to the other side."""
-    rng = np.random.default_rng(0)
     largest = np.float32(peak)
     scale = np.maximum(largest, np.float32(1e-30)) * (np.float32(1) / np.float32(127))
-    halves = [np.float32(each + 0.5) * scale for each in range(-126, 126)]
-    halves = [each for each in halves if abs(each) < largest]
+    halves = [half for each in range(-126, 126) if abs(half := np.float32(each + 0.5) * scale) < largest]
     beside = [np.nextafter(halves, np.float32(way * np.inf)) for way in (-1, 1)]
     x = np.concatenate([halves, *beside, [largest]]).astype(np.float32)
     # Each number by itself: their errors cannot cancel.
     rows = np.stack([x, np.full_like(x, largest)], axis=1)
-    model = int8_linear(2, 5, rng, positive=False, biased=False, gelu=False)
+    model = int8_linear(2, 5, np.random.default_rng(0), positive=False, biased=False, gelu=False)
     found, expected = (open_session(model, by_kernels=each).run(None, {"x": rows})[0] for each in (True, False))
     assert found.tobytes() == expected.tobytes()
 
