@@ -31,6 +31,7 @@ namespace {
 constexpr int64_t kVectorRows = 8;  // with two registers of columns: sixteen sums hide the latency of one addition
 constexpr int kTileBytes = 64;      // of a row in a tile register
 constexpr int64_t kBlockRows = 2 * kTileRows;
+constexpr int64_t kAhead = 64;  // prefetch distance of vectors, in groups of rows: into the next panel, too
 constexpr int64_t kMinTileRows = 8;  // fewer are multiplied faster by vectors
 
 // Bytes of a quantized row, in whole groups. Bytes past the row meet weights of zero.
@@ -78,6 +79,8 @@ void multiply_vectors(const uint8_t* rows, const float* row_scales, const Int8Ma
   const int64_t done = begun.depth * kPanelColumns;
   const int8_t *left = columns.weights[0] + done, *right = columns.weights[1] + done;
   for (int64_t k = begun.depth; k < width; k += kGroupRows, left += kWeightPitch, right += kWeightPitch) {
+    _mm_prefetch(left + kAhead * kWeightPitch, _MM_HINT_T0);
+    _mm_prefetch(right + kAhead * kWeightPitch, _MM_HINT_T0);
     const __m512i lefts = _mm512_loadu_si512(left), rights = _mm512_loadu_si512(right);
     for (int row = 0; row < num_rows; ++row) {
       int32_t group;
