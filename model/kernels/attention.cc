@@ -51,14 +51,10 @@ namespace {
 constexpr int64_t kRowsToPack = 16;             // least query rows of one K/V head for which packing K pays
 constexpr int64_t kTokensForTiles = 96;         // least new tokens of a row that are computed in tile registers
 constexpr int64_t kRowsOfTask = 48;             // query rows of one task at most: a multiple of kTile
-constexpr int64_t kRowsInTiles = 512;           // the same in tile registers: a multiple of kTileRows
-constexpr int64_t kNumbersInTiles = 32 * 1024;  // of these rows' queries at most: with the keys part of the L2 cache
-constexpr int64_t kRowsScored = 64;             // of these rows are scored at a time
-constexpr int64_t kKeysScored = 512;            // for so many keys: whole groups
-constexpr int64_t kStride = (kKeysScored / kLanes | 1) * kLanes;  // between the scores of two rows
 constexpr int64_t kScoresOfTask = 96 * 1024;    // floats for a task's scores: part of the L2 cache
 constexpr int64_t kValuesAtOnce = 64;           // keys whose values stay in the L1 cache for all rows
 constexpr int64_t kKeysOfPacking = 256;         // keys that one task packs: whole blocks
+constexpr int64_t kTokensAhead = 4;             // prefetch distance of new tokens, which lie far apart
 constexpr int64_t kFetchAhead = 32;             // prefetch distance in keys
 constexpr int64_t kFetched = 128;               // keys at the beginning of a cache that are prefetched
 constexpr int64_t kInt8FetchAhead = 64;         // prefetch distance for int8, of which all keys are prefetched
@@ -68,11 +64,6 @@ constexpr int64_t kPackedAtMost = 8 << 20;
 
 thread_local Scratch<float> packed_scratch;  // the calling thread's: packed K, read by all threads
 thread_local Scratch<float> task_scratch;    // each task's thread: its queries, scores and K/V as floats
-
-// The keys that a query attends to: `from` inclusive, `to` exclusive.
-struct KeyRange {
-  int64_t from, to;
-};
 
 // One row of the batch: its tokens have positions below `length`; those from `past` on are new.
 struct Sequence {
@@ -126,6 +117,14 @@ class Attention {
     const int64_t dim = s.head_dim;
     const int64_t first = std::max(sequence.first_query, from - sequence.past);
     const int64_t end = std::min(sequence.end_query, to - sequence.past);
+    float *rotated = nullptr, *key_inverses = nullptr, *value_inverses = nullptr;
+    if constexpr (kIsRounded) {
+      rotated = task_scratch.at_least(3 * dim);
+      key_inverses = rotated + dim;
+      value_inverses = key_inverses + dim;
+      invert(t.key_scales + kv_head * dim, dim, key_inverses);
+      invert(t.value_scales + kv_head * dim, dim, value_inverses);
+    }
     for (int64_t i = first; i < end; i++) {
       const int64_t position = sequence.past + i, token = (b * s.new_tokens + i) * t.key_stride + kv_head * dim;
       const int64_t place = cached(b, kv_head) + position * dim;
@@ -133,10 +132,13 @@ class Attention {
         // Prefetches the next head's place.
         __builtin_prefetch(t.past_key + place + s.capacity * dim, 1);
         __builtin_prefetch(t.past_value + place + s.capacity * dim, 1);
-        float* rotated = task_scratch.at_least(dim);
+        for (int64_t d = 0; d < dim; d += kLanes) {
+          _mm_prefetch(t.key + token + kTokensAhead * t.key_stride + d, _MM_HINT_T0);
+          _mm_prefetch(t.value + token + kTokensAhead * t.key_stride + d, _MM_HINT_T0);
+        }
         rotate(t.key + token, position, 1.0f, rotated);
-        quantize(rotated, t.key_scales + kv_head * dim, dim, t.past_key + place);
-        quantize(t.value + token, t.value_scales + kv_head * dim, dim, t.past_value + place);
+        quantize(rotated, key_inverses, dim, t.past_key + place);
+        quantize(t.value + token, value_inverses, dim, t.past_value + place);
       } else {
         rotate(t.key + token, position, 1.0f, t.past_key + place);
         std::copy_n(t.value + token, dim, t.past_value + place);
@@ -154,24 +156,12 @@ class Attention {
     }
   }
 
-  // The same for tile registers, and the values in [`first`, `end`); `first` is a multiple of kAtOnce.
-  void pack_tiles(int64_t b, int64_t kv_head, const Sequence& sequence, int64_t first, int64_t end, uint32_t* keys,
-                  uint32_t* values) const {
-    const int64_t dim = s.head_dim, place = cached(b, kv_head), words = block_words<Number>(dim);
-    for (int64_t k = first; k < end; k += kAtOnce, keys += 2 * words, values += 2 * words) {
-      const int64_t count = std::min(sequence.length - k, kAtOnce);
-      pack_key_tiles(t.past_key + place + k * dim, count, dim, keys);
-      pack_key_tiles(t.past_key + place + (k + kLanes) * dim, count - kLanes, dim, keys + words);
-      pack_value_tiles(t.past_value + place + k * dim, count, dim, values);
-    }
-  }
-
   // Computes the outputs of one head's rows [`first`, `end`), at most kRowsOfTask. `packed` are its packed keys from
   // `base` on, or null.
   void attend(int64_t b, int64_t kv_head, const Sequence& sequence, int64_t first, int64_t end,
               const float* packed) const {
     const int64_t dim = s.head_dim;
-    if (!clear_outputs(b, kv_head, sequence, first, end)) return;
+    if (!skip_padding(b, kv_head, sequence, first, end)) return;
     const int count = static_cast<int>(end - first), padded = static_cast<int>(round_up(count, kTile));
     const int64_t base = sequence.base;
     KeyRange row[kRowsOfTask];
@@ -182,6 +172,7 @@ class Attention {
     for (int r = 0; r < count; r++) {
       row[r] = load_query(b, kv_head, sequence, first + r, queries + r * dim);
       outputs[r] = output(b, kv_head, first + r);
+      std::fill_n(outputs[r], dim, 0.0f);
     }
     std::fill(queries + count * dim, scores, 0.0f);
 
@@ -205,46 +196,20 @@ class Attention {
     for (int r = 0; r < count; r++) scale(outputs[r], inverse[r], kv_head, outputs[r]);
   }
 
-  // The most rows of one head that `attend_tiles` takes.
-  int64_t rows_in_tiles() const {
-    return std::clamp(kNumbersInTiles / s.head_dim / kTileRows * kTileRows, kTileRows, kRowsInTiles);
-  }
-
-  // The same in tile registers, at most `rows_in_tiles`. Blocks of keys end at multiples of kKeysScored.
+  // The same in tile registers, at most `most_rows_in_tiles`.
   void attend_tiles(int64_t b, int64_t kv_head, const Sequence& sequence, int64_t first, int64_t end) const {
-    if (!clear_outputs(b, kv_head, sequence, first, end)) return;
-    const int64_t dim = s.head_dim, block = kKeysScored / kLanes * block_words<Number>(dim);
-    TileRows rows;
-    rows.count = static_cast<int>(end - first);
-    rows.part = round_up(rows.count, kTileRows) * dim;
-    rows.sums = task_scratch.at_least(rows.part + kRowsScored * kStride + 2 * block +
-                                      kRowParts<Number> * (rows.part + kTileRows * kGroup) / 2);
-    rows.scores = rows.sums + rows.part;
-    uint32_t* keys = reinterpret_cast<uint32_t*>(rows.scores + kRowsScored * kStride);
-    uint32_t* values = keys + block;
-    rows.queries = reinterpret_cast<uint16_t*>(values + block);
-    rows.weights = rows.queries + kRowParts<Number> * rows.part;
-    for (int r = 0; r < rows.count; r++) {
-      const KeyRange range = load_query(b, kv_head, sequence, first + r, rows.sums + r * dim);
-      rows.range[r] = {range.from + sequence.base, range.to + sequence.base};
-      rows.softmax[r] = {sink(kv_head, first + r), 0.0f};
+    if (!skip_padding(b, kv_head, sequence, first, end)) return;
+    const int count = static_cast<int>(end - first);
+    TileRows<Number> rows(task_scratch, count, s.head_dim);
+    for (int r = 0; r < count; r++) {
+      const KeyRange range = load_query(b, kv_head, sequence, first + r, rows.query());
+      rows.set(r, {range.from + sequence.base, range.to + sequence.base}, sink(kv_head, first + r));
     }
-    std::fill(rows.sums + rows.count * dim, rows.sums + rows.part, 0.0f);
-    write_parts<kRowParts<Number>>(rows.sums, rows.part, rows.queries, rows.part);
-    std::fill(rows.sums, rows.sums + rows.part, 0.0f);
-
-    FloatTiles tiles;
-    const int64_t last = rows.range[rows.count - 1].to;
-    for (int64_t k = rows.range[0].from / kAtOnce * kAtOnce, next; k < last; k = next) {
-      next = (k / kKeysScored + 1) * kKeysScored;
-      pack_tiles(b, kv_head, sequence, k, std::min(next, last), keys, values);
-      for (int r = 0; r < rows.count; r += kRowsScored) {
-        add_keys(tiles, rows, r, std::min<int>(r + kRowsScored, rows.count), {k, std::min(next, last)}, keys, values);
-      }
-    }
-    for (int r = 0; r < rows.count; r++) {
-      const float inverse = rows.softmax[r].inverse(sink(kv_head, first + r));
-      scale(rows.sums + r * dim, inverse, kv_head, output(b, kv_head, first + r));
+    const int64_t place = cached(b, kv_head);
+    rows.attend(t.past_key + place, t.past_value + place, sequence.length);
+    for (int r = 0; r < count; r++) {
+      const float inverse = rows.softmax(r).inverse(sink(kv_head, first + r));
+      scale(rows.sums(r), inverse, kv_head, output(b, kv_head, first + r));
     }
   }
 
@@ -252,74 +217,21 @@ class Attention {
   static constexpr bool kIsRounded = !std::is_same_v<Number, float>;
   static constexpr float kNoSink = -std::numeric_limits<float>::infinity();  // has weight 0
 
-  // The rows of a task in tile registers.
-  struct TileRows {
-    int count;
-    int64_t part;       // numbers of a part of all queries
-    float* sums;        // [count, padded to whole tiles, D]
-    float* scores;      // [kRowsScored, kStride]
-    uint16_t* queries;  // parts of the same shape
-    uint16_t* weights;  // parts of [kTileRows, kGroup]
-    KeyRange range[kRowsInTiles];
-    Softmax softmax[kRowsInTiles];
-  };
-
-  // Adds what rows [`first`, `end`) attend to among packed keys, at most kKeysScored.
-  void add_keys(FloatTiles& tiles, TileRows& rows, int first, int end, KeyRange among, const uint32_t* keys,
-                const uint32_t* values) const {
-    const int64_t dim = s.head_dim, words = block_words<Number>(dim), length = among.to - among.from;
-    KeyRange seen[kRowsScored];
-    for (int r = first; r < end; r++) {
-      seen[r - first] = {std::max(rows.range[r].from - among.from, int64_t{0}),
-                         std::min(rows.range[r].to - among.from, length)};
-    }
-    const auto scores = [&](int r) { return rows.scores + (r - first) * kStride; };
-    // Calls `use(first row, blocks)` for each 16 rows and the blocks from key `k` on that any of them attends to.
-    const auto for_rows = [&](int64_t k, int64_t block, const auto& use) {
-      for (int r = first; r < end; r += kTileRows) {
-        const int64_t to = std::min(seen[std::min<int>(r + kTileRows, end) - 1 - first].to, k + kGroup);
-        if (to > k && seen[r - first].from < k + kGroup) use(r, (to - k + block - 1) / block);
-      }
-    };
-    for (int64_t k = 0; k < length; k += kGroup) {
-      for_rows(k, kLanes, [&](int r, int64_t blocks) {
-        kScoreTiles<Number>[blocks - 1](tiles, rows.queries + r * dim, rows.part, keys + k / kLanes * words, dim,
-                                        scores(r) + k, kStride);
-      });
-    }
-    for (int r = first; r < end; r++) {
-      const KeyRange range = seen[r - first];
-      if (range.from >= range.to) continue;
-      const float factor = exponentiate(scores(r), range.from, range.to, rows.softmax[r]);
-      if (factor == 1.0f) continue;
-      for (int64_t d = 0; d < dim; d++) rows.sums[r * dim + d] *= factor;
-    }
-    for (int64_t k = 0; k < length; k += kGroup) {
-      for_rows(k, kAtOnce, [&](int r, int64_t blocks) {
-        for (int i = 0; i < kTileRows; i++) {
-          const KeyRange range = r + i < end ? seen[r + i - first] : KeyRange{};
-          write_weights<kRowParts<Number>>(scores(r + i), k, k + blocks * kAtOnce, range.from, range.to,
-                                           rows.weights + i * kGroup);
-        }
-        for (int64_t d = 0; d < dim; d += kSums * kLanes) {
-          kWeighTiles<Number>[std::min<int64_t>((dim - d) / kLanes, kSums) - 1](
-              tiles, rows.weights, values + k / kLanes * words + d * kLanes, blocks, dim, rows.sums + r * dim + d);
-        }
-      });
-    }
-  }
-
   KeyRange visible(const Sequence& sequence, int64_t i) const {
     if (!s.appends) return {0, sequence.length};
     const int64_t position = sequence.past + i;
     return {s.window > 0 ? std::max<int64_t>(0, position - s.window + 1) : 0, position + 1};
   }
 
-  // Clears the rows' outputs, and leaves in [`first`, `end`) those that are tokens; returns whether there are any.
-  bool clear_outputs(int64_t b, int64_t kv_head, const Sequence& sequence, int64_t& first, int64_t& end) const {
-    for (int64_t row = first; row < end; row++) std::fill_n(output(b, kv_head, row), s.head_dim, 0.0f);
-    first = std::max(first, sequence.first_query * group_);
-    end = std::min(end, sequence.end_query * group_);
+  // Clears the outputs of padding, and leaves in [`first`, `end`) the rows that are tokens; returns whether there are any.
+  bool skip_padding(int64_t b, int64_t kv_head, const Sequence& sequence, int64_t& first, int64_t& end) const {
+    const int64_t from = std::max(first, sequence.first_query * group_);
+    const int64_t to = std::min(end, sequence.end_query * group_);
+    for (int64_t row = first; row < end; row++) {
+      if (row < from || row >= to) std::fill_n(output(b, kv_head, row), s.head_dim, 0.0f);
+    }
+    first = from;
+    end = to;
     return first < end;
   }
 
@@ -327,6 +239,7 @@ class Attention {
   KeyRange load_query(int64_t b, int64_t kv_head, const Sequence& sequence, int64_t row, float* query) const {
     const int64_t dim = s.head_dim, i = row / group_, head = kv_head * group_ + row % group_;
     const float* given = t.query + (b * s.new_tokens + i) * t.query_stride + head * dim;
+    for (int64_t d = 0; d < dim; d += kLanes) _mm_prefetch(given + kTokensAhead * t.query_stride + d, _MM_HINT_T0);
     rotate(given, sequence.past + i, s.scale * kLog2E, query);
     if constexpr (kIsRounded) {
       for (int64_t d = 0; d < dim; d++) query[d] *= t.key_scales[kv_head * dim + d];
@@ -365,10 +278,15 @@ class Attention {
     }
     const float* cosine = t.cosines + position * half;
     const float* sine = t.sines + position * half;
-    for (int64_t d = 0; d < half; d++) {
-      const float a = in[d], b = in[d + half];
-      out[d] = (a * cosine[d] - b * sine[d]) * scale;
-      out[d + half] = (b * cosine[d] + a * sine[d]) * scale;
+    const Vec factor = _mm512_set1_ps(scale);
+    for (int64_t d = 0; d < half; d += kLanes) {
+      const __mmask16 mask = first_lanes(half - d);
+      const Vec a = _mm512_maskz_loadu_ps(mask, in + d), b = _mm512_maskz_loadu_ps(mask, in + half + d);
+      const Vec cos = _mm512_maskz_loadu_ps(mask, cosine + d), sin = _mm512_maskz_loadu_ps(mask, sine + d);
+      const Vec first = _mm512_sub_ps(_mm512_mul_ps(a, cos), _mm512_mul_ps(b, sin));
+      const Vec second = _mm512_add_ps(_mm512_mul_ps(b, cos), _mm512_mul_ps(a, sin));
+      _mm512_mask_storeu_ps(out + d, mask, _mm512_mul_ps(first, factor));
+      _mm512_mask_storeu_ps(out + half + d, mask, _mm512_mul_ps(second, factor));
     }
   }
 
@@ -507,7 +425,7 @@ void attend(const Parallel& parallel, const AttentionShape& shape, const Attenti
     // Each task packs the keys for itself: few tasks, unless that is too few to keep threads busy.
     static const int64_t wanted = std::clamp<int64_t>(4 * std::thread::hardware_concurrency(), 8, kMaxTasks);
     const int64_t share = round_up(rows * shape.batch * heads / wanted, kTileRows);
-    const int64_t most = std::min(attention.rows_in_tiles(), std::max(share, kRowsScored));
+    const int64_t most = std::min(most_rows_in_tiles(shape.head_dim), std::max(share, kRowsScored));
     const int64_t tasks = (rows + most - 1) / most;
     parallel(shape.batch * heads, [&](size_t index) {
       const Sequence sequence = attention.sequence(index / heads);

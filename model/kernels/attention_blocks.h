@@ -15,6 +15,11 @@ namespace {
 
 using Vec = __m512;
 
+// The keys that a query attends to: `from` inclusive, `to` exclusive.
+struct KeyRange {
+  int64_t from, to;
+};
+
 constexpr int kTile = 6;        // query rows that share each load: their sums fill the registers
 constexpr int kRowsAtOnce = 3;  // query rows that share each conversion to float
 constexpr int64_t kLine = 64;   // bytes of a cache line
@@ -40,11 +45,17 @@ void widen(const Number* numbers, int64_t count, float* floats) {
   for (int64_t i = 0; i < count; i += kLanes) _mm512_storeu_ps(floats + i, load(numbers + i));
 }
 
-// Quantizes numbers for the cache, see attention.h.
-void quantize(const float* floats, const float* scales, int64_t count, int8_t* numbers) {
+// Writes 1 / x for each number.
+void invert(const float* numbers, int64_t count, float* inverses) {
   for (int64_t i = 0; i < count; i += kLanes) {
-    const Vec inverse = _mm512_div_ps(_mm512_set1_ps(1.0f), _mm512_loadu_ps(scales + i));
-    const Vec steps = _mm512_mul_ps(_mm512_loadu_ps(floats + i), inverse);
+    _mm512_storeu_ps(inverses + i, _mm512_div_ps(_mm512_set1_ps(1.0f), _mm512_loadu_ps(numbers + i)));
+  }
+}
+
+// Quantizes numbers for the cache, by the inverses of scales; see attention.h.
+void quantize(const float* floats, const float* inverses, int64_t count, int8_t* numbers) {
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const Vec steps = _mm512_mul_ps(_mm512_loadu_ps(floats + i), _mm512_loadu_ps(inverses + i));
     // The minimum of NaN and 127 is its second operand, so the order matters.
     const Vec bounded = _mm512_max_ps(_mm512_min_ps(steps, _mm512_set1_ps(127.0f)), _mm512_set1_ps(-128.0f));
     const __m512i whole = _mm512_cvt_roundps_epi32(bounded, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -251,30 +262,41 @@ struct Softmax {
   float largest;
   float sum;
 
+  // Adds exponentials, in lanes, relative to `now`; returns by what those of earlier keys are to be multiplied.
+  float add(Vec now, Vec exponentials) {
+    const float before = largest;
+    largest = _mm512_cvtss_f32(now);
+    const float factor = sum == 0.0f ? 1.0f : power_of_two(before - largest);  // nothing to multiply yet
+    sum = sum * factor + _mm512_reduce_add_ps(exponentials);
+    return factor;
+  }
+
   // What the exponentials are multiplied by in the end.
   float inverse(float sink) const { return 1.0f / (sum + power_of_two(sink - largest)); }
 };
 
-// Replaces a row's scores in [`from`, `to`), at least one, by their exponentials, relative to the largest so far; returns by what those
-// of earlier keys are to be multiplied. Other scores of the first and the last block become 0.
-float exponentiate(float* scores, int64_t from, int64_t to, Softmax& softmax) {
+// The largest of a row's scores in [`from`, `to`), at least one, and `largest`, in all lanes. Other scores of the first
+// and the last block become minus infinity.
+Vec find_largest(float* scores, int64_t from, int64_t to, float largest) {
   const int64_t first = from / kLanes * kLanes, end = round_up(to, kLanes);
   const Vec masked = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
   _mm512_mask_store_ps(scores + first, static_cast<__mmask16>((1u << (from - first)) - 1), masked);
   _mm512_mask_store_ps(scores + end - kLanes, static_cast<__mmask16>(0xFFFFu << (to - end + kLanes)), masked);
-  Vec largest = _mm512_set1_ps(softmax.largest);
-  for (int64_t k = first; k < end; k += kLanes) largest = _mm512_max_ps(largest, _mm512_load_ps(scores + k));
-  largest = _mm512_set1_ps(_mm512_reduce_max_ps(largest));
+  Vec found = _mm512_set1_ps(largest);
+  for (int64_t k = first; k < end; k += kLanes) found = _mm512_max_ps(found, _mm512_load_ps(scores + k));
+  return _mm512_set1_ps(_mm512_reduce_max_ps(found));
+}
+
+// Replaces these scores by their exponentials, relative to the largest so far. Other scores of their blocks become 0.
+void exponentiate(float* scores, int64_t from, int64_t to, Softmax& softmax) {
+  const Vec largest = find_largest(scores, from, to, softmax.largest);
   Vec sum = _mm512_setzero_ps();
-  for (int64_t k = first; k < end; k += kLanes) {
+  for (int64_t k = from / kLanes * kLanes; k < to; k += kLanes) {
     const Vec weight = power_of_two(_mm512_sub_ps(_mm512_load_ps(scores + k), largest));
     _mm512_store_ps(scores + k, weight);
     sum = _mm512_add_ps(sum, weight);
   }
-  const float before = softmax.sum, now = _mm512_cvtss_f32(largest);
-  const float factor = before == 0.0f ? 1.0f : power_of_two(softmax.largest - now);  // nothing to multiply yet
-  softmax = {now, before * factor + _mm512_reduce_add_ps(sum)};
-  return factor;
+  softmax.add(largest, sum);
 }
 
 // Adds `count` weighted values to the outputs of ROWS rows, VECS vectors wide.

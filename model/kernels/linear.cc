@@ -29,6 +29,8 @@ namespace onward {
 namespace {
 
 constexpr int64_t kVectorRows = 8;  // with two registers of columns: sixteen sums hide the latency of one addition
+constexpr int64_t kRowsBetween = 4;  // that vectors write between products of tiles
+constexpr int64_t kLine = 64;  // bytes of a cache line
 constexpr int kTileBytes = 64;      // of a row in a tile register
 constexpr int64_t kBlockRows = 2 * kTileRows;
 constexpr int64_t kAhead = 64;  // prefetch distance of vectors, in groups of rows: into the next panel, too
@@ -48,21 +50,23 @@ struct Columns {
   const int8_t* weights[2];  // 64 bytes of each group of rows, kWeightPitch apart
   int64_t first[2];
   bool are_gated;
+  const int8_t* next;  // the panel to prefetch
 };
 
 constexpr int64_t kWeightPitch = kPanelColumns * kGroupRows;
 
 Columns panel_columns(const Int8Matrix& matrix, int64_t panel) {
-  const int8_t* weights = matrix.panels + panel * kPanelColumns * padded(matrix.num_rows);
-  const int64_t first = panel * kPanelColumns;
-  return {{weights, weights + kWeightPitch / 2}, {first, first + kLanes}, false};
+  const int64_t size = kPanelColumns * padded(matrix.num_rows), first = panel * kPanelColumns;
+  const int8_t* weights = matrix.panels + panel * size;
+  return {{weights, weights + kWeightPitch / 2}, {first, first + kLanes}, false, weights + size};
 }
 
 // Half a panel of gates and the ups that belong to them.
 Columns gated_columns(const Int8Matrix& matrix, int64_t panel, int half) {
   const int64_t ups = matrix.num_columns / 2 / kPanelColumns;
   const Columns gates = panel_columns(matrix, panel), others = panel_columns(matrix, ups + panel);
-  return {{gates.weights[half], others.weights[half]}, {gates.first[half], others.first[half]}, true};
+  return {{gates.weights[half], others.weights[half]}, {gates.first[half], others.first[half]}, true,
+          half ? others.next : gates.next};
 }
 
 // The results of columns for `num_rows` quantized rows, of which sums may have begun; rows of output are `pitch` apart.
@@ -163,11 +167,13 @@ int64_t multiply_blocks(Tiles<kTileBytes>& tiles, const uint8_t* rows, const flo
                         const Int8Matrix& matrix, const Columns& columns, int64_t count, float* output,
                         int64_t pitch) {
   const int64_t width = padded(matrix.num_rows), depth = width / kTileBytes * kTileBytes;
-  const int64_t pause = depth / (kBlockRows / kVectorRows) / kTileBytes * kTileBytes;  // between vectors
+  const int64_t pause = depth / (kBlockRows / kRowsBetween) / kTileBytes * kTileBytes;  // between vectors
+  const int64_t num_blocks = (count + kBlockRows - 1) / kBlockRows, share = kTileBytes * kPanelColumns / num_blocks;
+  const int8_t* ahead = columns.next;
   alignas(64) int32_t sums[2][kBlockRows][kPanelColumns];
   int64_t row = 0, written = 0;
   const auto write_rows = [&](int64_t end) {
-    const int64_t size = std::min(kVectorRows, end - written);
+    const int64_t size = std::min(kRowsBetween, end - written);
     const Begun begun{depth, sums[written / kBlockRows % 2] + written % kBlockRows};
     kVectors[size - 1](rows + written * width, row_scales + written, matrix, columns, output + written * pitch, pitch,
                        begun);
@@ -176,6 +182,8 @@ int64_t multiply_blocks(Tiles<kTileBytes>& tiles, const uint8_t* rows, const flo
   for (; count - row >= kMinTileRows; row += kBlockRows) {
     int64_t next = pause - kTileBytes;
     const auto between = [&](int64_t k) {
+      // In order, so that the hardware prefetcher runs ahead: it alone has enough lines on their way.
+      for (const int8_t* const end = ahead + share; ahead < end; ahead += kLine) _mm_prefetch(ahead, _MM_HINT_T1);
       if (k < next || written >= row) return;
       write_rows(row);
       next += pause;

@@ -65,6 +65,7 @@ float round_row(const float* row, int64_t width, float step, int32_t zero, Byte*
   const __m512i zeros = _mm512_set1_epi32(zero);
   const auto round = [&](const auto& divide) {
     for_lanes(width, [&](int64_t i, auto lanes) {
+      _mm_prefetch(row + width + i, _MM_HINT_T0);  // the row after
       const __m512i rounded = _mm512_add_epi32(_mm512_cvtps_epi32(divide(lanes.load(row + i))), zeros);
       // Saturates.
       if constexpr (std::is_signed_v<Byte>) {
