@@ -45,34 +45,17 @@ struct Begun {
   const int32_t (*sums)[kPanelColumns];
 };
 
-// Twice sixteen columns: those of a panel, or gates and their ups.
-struct Columns {
-  const int8_t* weights[2];  // 64 bytes of each group of rows, kWeightPitch apart
-  int64_t first[2];
-  bool are_gated;
-  const int8_t* next;  // the panel to prefetch
-};
+constexpr int64_t kPanelPitch = kPanelColumns * kGroupRows;  // bytes of a group of rows
 
-constexpr int64_t kWeightPitch = kPanelColumns * kGroupRows;
-
-Columns panel_columns(const Int8Matrix& matrix, int64_t panel) {
-  const int64_t size = kPanelColumns * padded(matrix.num_rows), first = panel * kPanelColumns;
-  const int8_t* weights = matrix.panels + panel * size;
-  return {{weights, weights + kWeightPitch / 2}, {first, first + kLanes}, false, weights + size};
+const int8_t* panel_weights(const Int8Matrix& matrix, int64_t panel) {
+  return matrix.panels + panel * kPanelColumns * padded(matrix.num_rows);
 }
 
-// Half a panel of gates and the ups that belong to them.
-Columns gated_columns(const Int8Matrix& matrix, int64_t panel, int half) {
-  const int64_t ups = matrix.num_columns / 2 / kPanelColumns;
-  const Columns gates = panel_columns(matrix, panel), others = panel_columns(matrix, ups + panel);
-  return {{gates.weights[half], others.weights[half]}, {gates.first[half], others.first[half]}, true,
-          half ? others.next : gates.next};
-}
-
-// The results of columns for `num_rows` quantized rows, of which sums may have begun; rows of output are `pitch` apart.
+// The results of a panel for `num_rows` quantized rows, of which sums may have begun; rows of output are `pitch` apart.
+// With the results of its gates, `[num_rows, kPanelColumns]`, the panel is ups, and the results are theirs together.
 template <int num_rows>
-void multiply_vectors(const uint8_t* rows, const float* row_scales, const Int8Matrix& matrix, const Columns& columns,
-                      float* output, int64_t pitch, const Begun& begun) {
+void multiply_vectors(const uint8_t* rows, const float* row_scales, const Int8Matrix& matrix, int64_t panel,
+                      const float* gates, float* output, int64_t pitch, const Begun& begun) {
   const int64_t width = padded(matrix.num_rows);
   __m512i sums[num_rows][2];
   for (int row = 0; row < num_rows; ++row) {
@@ -80,12 +63,11 @@ void multiply_vectors(const uint8_t* rows, const float* row_scales, const Int8Ma
       sums[row][half] =
           begun.depth ? _mm512_load_si512(begun.sums[row] + half * kLanes) : _mm512_setzero_si512();
   }
-  const int64_t done = begun.depth * kPanelColumns;
-  const int8_t *left = columns.weights[0] + done, *right = columns.weights[1] + done;
-  for (int64_t k = begun.depth; k < width; k += kGroupRows, left += kWeightPitch, right += kWeightPitch) {
-    _mm_prefetch(left + kAhead * kWeightPitch, _MM_HINT_T0);
-    _mm_prefetch(right + kAhead * kWeightPitch, _MM_HINT_T0);
-    const __m512i lefts = _mm512_loadu_si512(left), rights = _mm512_loadu_si512(right);
+  const int8_t* weights = panel_weights(matrix, panel) + begun.depth * kPanelColumns;
+  for (int64_t k = begun.depth; k < width; k += kGroupRows, weights += kPanelPitch) {
+    _mm_prefetch(weights + kAhead * kPanelPitch, _MM_HINT_T0);
+    _mm_prefetch(weights + kAhead * kPanelPitch + kLine, _MM_HINT_T0);
+    const __m512i lefts = _mm512_loadu_si512(weights), rights = _mm512_loadu_si512(weights + kLine);
     for (int row = 0; row < num_rows; ++row) {
       int32_t group;
       std::memcpy(&group, rows + row * width + k, sizeof group);
@@ -98,7 +80,7 @@ void multiply_vectors(const uint8_t* rows, const float* row_scales, const Int8Ma
   __m512 scales[2], bias[2];
   __m512i offsets[2];
   for (int half = 0; half < 2; ++half) {
-    const int64_t column = columns.first[half];
+    const int64_t column = panel * kPanelColumns + half * kLanes;
     mask[half] = first_lanes(std::max<int64_t>(matrix.num_columns - column, 0));
     scales[half] = _mm512_maskz_loadu_ps(mask[half], matrix.scales + column);
     offsets[half] = _mm512_maskz_loadu_epi32(mask[half], matrix.offsets + column);
@@ -112,17 +94,14 @@ void multiply_vectors(const uint8_t* rows, const float* row_scales, const Int8Ma
       if (matrix.bias) y[half] = _mm512_add_ps(y[half], bias[half]);
       if (matrix.activation == Activation::kGelu) y[half] = gelu(y[half]);
     }
-    if (columns.are_gated) {
-      _mm512_storeu_ps(output, swiglu(y[0], y[1]));
-    } else {
-      _mm512_mask_storeu_ps(output, mask[0], y[0]);
-      _mm512_mask_storeu_ps(output + kLanes, mask[1], y[1]);
+    for (int half = 0; half < 2; ++half) {
+      if (gates) y[half] = swiglu(_mm512_loadu_ps(gates + row * kPanelColumns + half * kLanes), y[half]);
+      _mm512_mask_storeu_ps(output + half * kLanes, mask[half], y[half]);
     }
   }
 }
 
-using Vectors = void (*)(const uint8_t*, const float*, const Int8Matrix&, const Columns&, float*, int64_t,
-                         const Begun&);
+using Vectors = decltype(&multiply_vectors<1>);
 constexpr Vectors kVectors[kVectorRows] = {multiply_vectors<1>, multiply_vectors<2>, multiply_vectors<3>,
                                            multiply_vectors<4>, multiply_vectors<5>, multiply_vectors<6>,
                                            multiply_vectors<7>, multiply_vectors<8>};
@@ -130,7 +109,7 @@ constexpr Vectors kVectors[kVectorRows] = {multiply_vectors<1>, multiply_vectors
 // Writes the sums of `num_tiles` tiles of rows over the first `depth` bytes, whole tiles. Calls `between(k)` once for
 // each, from byte k on.
 template <int num_tiles, typename Between>
-void add_tiles(Tiles<kTileBytes>& tiles, const uint8_t* rows, int64_t width, const Columns& columns, int64_t depth,
+void add_tiles(Tiles<kTileBytes>& tiles, const uint8_t* rows, int64_t width, const int8_t* weights, int64_t depth,
                int32_t (*sums)[kPanelColumns], const Between& between) {
   constexpr int64_t kSumPitch = kPanelColumns * sizeof(int32_t);
   tiles.clear<0>();
@@ -140,10 +119,10 @@ void add_tiles(Tiles<kTileBytes>& tiles, const uint8_t* rows, int64_t width, con
     tiles.clear<3>();
   }
   for (int64_t k = 0; k < depth; k += kTileBytes) {
-    tiles.load<6>(columns.weights[0] + k * kPanelColumns, kWeightPitch);
+    tiles.load<6>(weights + k * kPanelColumns, kPanelPitch);
     tiles.load<4>(rows + k, width);
     tiles.add_unsigned<0, 4, 6>();
-    tiles.load<7>(columns.weights[1] + k * kPanelColumns, kWeightPitch);
+    tiles.load<7>(weights + k * kPanelColumns + kLine, kPanelPitch);
     tiles.add_unsigned<1, 4, 7>();
     if (num_tiles > 1) {
       tiles.load<5>(rows + kTileRows * width + k, width);
@@ -160,23 +139,23 @@ void add_tiles(Tiles<kTileBytes>& tiles, const uint8_t* rows, int64_t width, con
   }
 }
 
-// The results of columns for `count` quantized rows; returns how many it took, as the last ones may be too few for
-// tiles. While the tiles of a block of rows are multiplied, vectors turn the sums of the block before into results.
+// The results of a panel for `count` quantized rows, as above; returns how many it took, as the last ones may be too few
+// for tiles. While the tiles of a block of rows are multiplied, vectors turn the sums of the block before into results.
 // Memory past the rows is read, up to whole tiles.
 int64_t multiply_blocks(Tiles<kTileBytes>& tiles, const uint8_t* rows, const float* row_scales,
-                        const Int8Matrix& matrix, const Columns& columns, int64_t count, float* output,
+                        const Int8Matrix& matrix, int64_t panel, const float* gates, int64_t count, float* output,
                         int64_t pitch) {
   const int64_t width = padded(matrix.num_rows), depth = width / kTileBytes * kTileBytes;
   const int64_t pause = depth / (kBlockRows / kRowsBetween) / kTileBytes * kTileBytes;  // between vectors
   const int64_t num_blocks = (count + kBlockRows - 1) / kBlockRows, share = kTileBytes * kPanelColumns / num_blocks;
-  const int8_t* ahead = columns.next;
+  const int8_t *const weights = panel_weights(matrix, panel), *ahead = weights + width * kPanelColumns;
   alignas(64) int32_t sums[2][kBlockRows][kPanelColumns];
   int64_t row = 0, written = 0;
   const auto write_rows = [&](int64_t end) {
     const int64_t size = std::min(kRowsBetween, end - written);
     const Begun begun{depth, sums[written / kBlockRows % 2] + written % kBlockRows};
-    kVectors[size - 1](rows + written * width, row_scales + written, matrix, columns, output + written * pitch, pitch,
-                       begun);
+    kVectors[size - 1](rows + written * width, row_scales + written, matrix, panel,
+                       gates ? gates + written * kPanelColumns : nullptr, output + written * pitch, pitch, begun);
     written += size;
   };
   for (; count - row >= kMinTileRows; row += kBlockRows) {
@@ -190,9 +169,9 @@ int64_t multiply_blocks(Tiles<kTileBytes>& tiles, const uint8_t* rows, const flo
     };
     auto* const block = sums[row / kBlockRows % 2];
     if (count - row > kTileRows) {
-      add_tiles<2>(tiles, rows + row * width, width, columns, depth, block, between);
+      add_tiles<2>(tiles, rows + row * width, width, weights, depth, block, between);
     } else {
-      add_tiles<1>(tiles, rows + row * width, width, columns, depth, block, between);
+      add_tiles<1>(tiles, rows + row * width, width, weights, depth, block, between);
     }
     while (written < row) write_rows(row);
   }
@@ -242,14 +221,14 @@ void multiply(const Parallel& parallel, const float* rows, int64_t num_rows, con
     row_scales[row] = round_row(rows + row * width, width, rounding.step, rounding.zero, rounded + row * stride);
   });
   const auto by_vectors = [=, &matrix](int64_t panel, int64_t first, int64_t count, float* results, int64_t pitch) {
-    const Columns columns = panel_columns(matrix, panel);
     for (int64_t row = 0; row < count; row += kVectorRows) {
       kVectors[std::min(kVectorRows, count - row) - 1](rounded + (first + row) * stride, row_scales + first + row,
-                                                       matrix, columns, results + row * pitch, pitch, {});
+                                                       matrix, panel, nullptr, results + row * pitch, pitch, {});
     }
   };
   const Results results{output, num_rows, matrix.num_columns, matrix.activation};
   const bool is_gated = matrix.activation == Activation::kSwiGlu;
+  const int64_t num_gates = matrix.num_columns / 2 / kPanelColumns;  // panels, if there are gates
   const auto write_vectors = [=](int64_t panel, int64_t first, int64_t count, float* numbers, int64_t pitch) {
     if (!is_gated) return by_vectors(panel, first, count, numbers, pitch);
     write_gated<kPanelColumns>(results, panel, first, count, numbers, pitch, by_vectors);
@@ -258,15 +237,22 @@ void multiply(const Parallel& parallel, const float* rows, int64_t num_rows, con
   share_panels<kPanelColumns>(parallel, results, [=, &matrix] {
     return [=, &matrix, tiles = Tiles<kTileBytes>()](int64_t panel, int64_t first, int64_t count, float* numbers,
                                                      int64_t pitch) mutable {
-      const uint8_t* const own = rounded + first * stride;
-      const float* const own_scales = row_scales + first;
+      const auto by_tiles = [&](int64_t own_panel, int64_t row, int64_t size, const float* gates, float* results,
+                                int64_t results_pitch) {
+        return row + multiply_blocks(tiles, rounded + (first + row) * stride, row_scales + first + row, matrix,
+                                     own_panel, gates, size, results, results_pitch);
+      };
       int64_t done = 0;
       if (!is_gated) {
-        done = multiply_blocks(tiles, own, own_scales, matrix, panel_columns(matrix, panel), count, numbers, pitch);
+        done = by_tiles(panel, 0, count, nullptr, numbers, pitch);
       } else {
-        for (int half = 0; half < 2; ++half)
-          done = multiply_blocks(tiles, own, own_scales, matrix, gated_columns(matrix, panel, half), count,
-                                 numbers + half * kLanes, pitch);
+        constexpr int64_t kGatedRows = 8 * kBlockRows;  // so many rows' gates stay in the L2 cache
+        alignas(64) float gates[kGatedRows][kPanelColumns];
+        for (int64_t row = 0; row < count; row += kGatedRows) {
+          const int64_t size = std::min(kGatedRows, count - row);
+          by_tiles(panel, row, size, nullptr, gates[0], kPanelColumns);
+          done = by_tiles(num_gates + panel, row, size, gates[0], numbers + row * pitch, pitch);
+        }
       }
       if (done < count) write_vectors(panel, first + done, count - done, numbers + done * pitch, pitch);
     };
