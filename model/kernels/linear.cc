@@ -30,9 +30,10 @@ namespace {
 
 constexpr int64_t kVectorRows = 8;  // with two registers of columns: sixteen sums hide the latency of one addition
 constexpr int64_t kRowsBetween = 4;  // that vectors write between products of tiles
-constexpr int64_t kLine = 64;  // bytes of a cache line
+constexpr int64_t kLine = 64;       // bytes of a cache line
 constexpr int kTileBytes = 64;      // of a row in a tile register
 constexpr int64_t kBlockRows = 2 * kTileRows;
+constexpr int64_t kGatedRows = 8 * kBlockRows;  // so many rows' gates stay in the L2 cache
 constexpr int64_t kAhead = 64;  // prefetch distance of vectors, in groups of rows: into the next panel, too
 constexpr int64_t kMinTileRows = 8;  // fewer are multiplied faster by vectors
 
@@ -139,46 +140,98 @@ void add_tiles(Tiles<kTileBytes>& tiles, const uint8_t* rows, int64_t width, con
   }
 }
 
-// The results of a panel for `count` quantized rows, as above; returns how many it took, as the last ones may be too few
-// for tiles. While the tiles of a block of rows are multiplied, vectors turn the sums of the block before into results.
-// Memory past the rows is read, up to whole tiles.
-int64_t multiply_blocks(Tiles<kTileBytes>& tiles, const uint8_t* rows, const float* row_scales,
-                        const Int8Matrix& matrix, int64_t panel, const float* gates, int64_t count, float* output,
-                        int64_t pitch) {
-  const int64_t width = padded(matrix.num_rows), depth = width / kTileBytes * kTileBytes;
-  const int64_t pause = depth / (kBlockRows / kRowsBetween) / kTileBytes * kTileBytes;  // between vectors
-  const int64_t num_blocks = (count + kBlockRows - 1) / kBlockRows, share = kTileBytes * kPanelColumns / num_blocks;
-  const int8_t *const weights = panel_weights(matrix, panel), *ahead = weights + width * kPanelColumns;
-  alignas(64) int32_t sums[2][kBlockRows][kPanelColumns];
-  int64_t row = 0, written = 0;
-  const auto write_rows = [&](int64_t end) {
-    const int64_t size = std::min(kRowsBetween, end - written);
-    const Begun begun{depth, sums[written / kBlockRows % 2] + written % kBlockRows};
-    kVectors[size - 1](rows + written * width, row_scales + written, matrix, panel,
-                       gates ? gates + written * kPanelColumns : nullptr, output + written * pitch, pitch, begun);
-    written += size;
-  };
-  for (; count - row >= kMinTileRows; row += kBlockRows) {
-    int64_t next = pause - kTileBytes;
-    const auto between = [&](int64_t k) {
-      // In order, so that the hardware prefetcher runs ahead: it alone has enough lines on their way.
-      for (const int8_t* const end = ahead + share; ahead < end; ahead += kLine) _mm_prefetch(ahead, _MM_HINT_T1);
-      if (k < next || written >= row) return;
-      write_rows(row);
-      next += pause;
-    };
-    auto* const block = sums[row / kBlockRows % 2];
-    if (count - row > kTileRows) {
-      add_tiles<2>(tiles, rows + row * width, width, weights, depth, block, between);
-    } else {
-      add_tiles<1>(tiles, rows + row * width, width, weights, depth, block, between);
+// One task's products in tiles. While the tiles of a block of rows are multiplied, vectors turn the sums of the block
+// before into results: those of few rows are the ones of the panel before.
+class TileProducts {
+ public:
+  explicit TileProducts(const Int8Matrix& matrix)
+      : matrix_(matrix), width_(padded(matrix.num_rows)), depth_(width_ / kTileBytes * kTileBytes) {}
+  TileProducts(const TileProducts&) = delete;
+  TileProducts& operator=(const TileProducts&) = delete;
+  ~TileProducts() { write_all(); }
+
+  // The results of a panel, or of a panel of gates and its ups, for `count` quantized rows; the last ones are written when
+  // this object ends. Returns how many rows it takes: too few are left for tiles. Memory past them is read, up to whole
+  // tiles.
+  int64_t multiply(const uint8_t* rows, const float* row_scales, int64_t panel, int64_t count, float* output,
+                   int64_t pitch) {
+    if (matrix_.activation != Activation::kSwiGlu)
+      return multiply_panel(rows, row_scales, panel, nullptr, count, output, pitch);
+    const int64_t num_gates = matrix_.num_columns / 2 / kPanelColumns;
+    int64_t taken = 0;
+    for (int64_t row = 0; row < count; row += kGatedRows) {
+      const int64_t size = std::min(kGatedRows, count - row);
+      multiply_panel(rows + row * width_, row_scales + row, panel, nullptr, size, gates_[0], kPanelColumns);
+      taken += multiply_panel(rows + row * width_, row_scales + row, num_gates + panel, gates_[0], size,
+                              output + row * pitch, pitch);
     }
-    while (written < row) write_rows(row);
+    return taken;
   }
-  row = std::min(row, count);
-  while (written < row) write_rows(row);
-  return row;
-}
+
+ private:
+  // What vectors need for a block's results.
+  struct Block {
+    const uint8_t* rows;
+    const float* row_scales;
+    int64_t panel;
+    const float* gates;
+    float* output;
+    int64_t pitch;
+  };
+
+  int64_t multiply_panel(const uint8_t* rows, const float* row_scales, int64_t panel, const float* gates, int64_t count,
+                         float* output, int64_t pitch) {
+    const int64_t num_blocks = (count + kBlockRows - 1) / kBlockRows, share = kTileBytes * kPanelColumns / num_blocks;
+    const int64_t pause = depth_ / (kBlockRows / kRowsBetween) / kTileBytes * kTileBytes;  // between vectors
+    const int8_t *const weights = panel_weights(matrix_, panel), *ahead = weights + width_ * kPanelColumns;
+    int64_t row = 0;
+    for (; count - row >= kMinTileRows; row += kBlockRows) {
+      int64_t next = pause - kTileBytes;
+      const auto between = [&](int64_t k) {
+        // In order, so that the hardware prefetcher runs ahead: it alone has enough lines on their way.
+        for (const int8_t* const end = ahead + share; ahead < end; ahead += kLine) _mm_prefetch(ahead, _MM_HINT_T1);
+        if (k < next) return;
+        write_some();
+        next += pause;
+      };
+      auto* const block = sums_[place_ ^ 1];
+      if (count - row > kTileRows) {
+        add_tiles<2>(tiles_, rows + row * width_, width_, weights, depth_, block, between);
+      } else {
+        add_tiles<1>(tiles_, rows + row * width_, width_, weights, depth_, block, between);
+      }
+      write_all();
+      place_ ^= 1;
+      written_ = 0;
+      size_ = std::min(kBlockRows, count - row);
+      block_ = {rows + row * width_, row_scales + row, panel, gates ? gates + row * kPanelColumns : nullptr,
+                output + row * pitch, pitch};
+    }
+    return std::min(row, count);
+  }
+
+  void write_some() {
+    if (written_ == size_) return;
+    const int64_t count = std::min(kRowsBetween, size_ - written_);
+    const float* gates = block_.gates ? block_.gates + written_ * kPanelColumns : nullptr;
+    kVectors[count - 1](block_.rows + written_ * width_, block_.row_scales + written_, matrix_, block_.panel, gates,
+                        block_.output + written_ * block_.pitch, block_.pitch, {depth_, sums_[place_] + written_});
+    written_ += count;
+  }
+
+  void write_all() {
+    while (written_ < size_) write_some();
+  }
+
+  const Int8Matrix& matrix_;
+  const int64_t width_, depth_;
+  Tiles<kTileBytes> tiles_;
+  alignas(64) int32_t sums_[2][kBlockRows][kPanelColumns];
+  int place_ = 0;  // of the sums of `block_`, of whose `size_` rows `written_` are results
+  int64_t size_ = 0, written_ = 0;
+  Block block_{};
+  alignas(64) float gates_[kGatedRows][kPanelColumns];
+};
 
 }  // namespace
 
@@ -228,32 +281,16 @@ void multiply(const Parallel& parallel, const float* rows, int64_t num_rows, con
   };
   const Results results{output, num_rows, matrix.num_columns, matrix.activation};
   const bool is_gated = matrix.activation == Activation::kSwiGlu;
-  const int64_t num_gates = matrix.num_columns / 2 / kPanelColumns;  // panels, if there are gates
   const auto write_vectors = [=](int64_t panel, int64_t first, int64_t count, float* numbers, int64_t pitch) {
     if (!is_gated) return by_vectors(panel, first, count, numbers, pitch);
     write_gated<kPanelColumns>(results, panel, first, count, numbers, pitch, by_vectors);
   };
   if (!uses_tiles) return share_panels<kPanelColumns>(parallel, results, [&] { return write_vectors; });
   share_panels<kPanelColumns>(parallel, results, [=, &matrix] {
-    return [=, &matrix, tiles = Tiles<kTileBytes>()](int64_t panel, int64_t first, int64_t count, float* numbers,
-                                                     int64_t pitch) mutable {
-      const auto by_tiles = [&](int64_t own_panel, int64_t row, int64_t size, const float* gates, float* results,
-                                int64_t results_pitch) {
-        return row + multiply_blocks(tiles, rounded + (first + row) * stride, row_scales + first + row, matrix,
-                                     own_panel, gates, size, results, results_pitch);
-      };
-      int64_t done = 0;
-      if (!is_gated) {
-        done = by_tiles(panel, 0, count, nullptr, numbers, pitch);
-      } else {
-        constexpr int64_t kGatedRows = 8 * kBlockRows;  // so many rows' gates stay in the L2 cache
-        alignas(64) float gates[kGatedRows][kPanelColumns];
-        for (int64_t row = 0; row < count; row += kGatedRows) {
-          const int64_t size = std::min(kGatedRows, count - row);
-          by_tiles(panel, row, size, nullptr, gates[0], kPanelColumns);
-          done = by_tiles(num_gates + panel, row, size, gates[0], numbers + row * pitch, pitch);
-        }
-      }
+    return [=, products = TileProducts(matrix)](int64_t panel, int64_t first, int64_t count, float* numbers,
+                                                int64_t pitch) mutable {
+      const int64_t done =
+          products.multiply(rounded + first * stride, row_scales + first, panel, count, numbers, pitch);
       if (done < count) write_vectors(panel, first + done, count - done, numbers + done * pitch, pitch);
     };
   });
