@@ -12,8 +12,9 @@
 //   - a softmax sums in 16 lanes, key k in lane k % 16, in the order of keys, and then over the lanes;
 //   - an output adds up its values key by key, from the first visible key to the last.
 //
-// Masked keys have no effect: their scores are overwritten, their values never multiplied. (In tiles, values of up to 64
-// keys before a window and 32 after a token are multiplied by 0: a NaN among a request's values may reach them.)
+// Masked keys have no effect: their scores are overwritten, their values never multiplied. (In tiles, values of up to 78
+// keys before a window and 46 after a token are multiplied by 0, so a NaN or an infinity among a request's values may
+// reach its tokens near them; which ones depends on the chunk and on the number of threads.)
 //
 // K/V in int8 are converted to floats as they are loaded, or once for many rows; both are exact. The scales of keys are
 // folded into the query, those of values into the last factor of the output.
@@ -132,7 +133,7 @@ class Attention {
         // Prefetches the next head's place.
         __builtin_prefetch(t.past_key + place + s.capacity * dim, 1);
         __builtin_prefetch(t.past_value + place + s.capacity * dim, 1);
-        for (int64_t d = 0; d < dim; d += kLanes) {
+        for (int64_t d = 0; d < dim && i + kTokensAhead < end; d += kLanes) {
           _mm_prefetch(t.key + token + kTokensAhead * t.key_stride + d, _MM_HINT_T0);
           _mm_prefetch(t.value + token + kTokensAhead * t.key_stride + d, _MM_HINT_T0);
         }
@@ -223,7 +224,7 @@ class Attention {
     return {s.window > 0 ? std::max<int64_t>(0, position - s.window + 1) : 0, position + 1};
   }
 
-  // Clears the outputs of padding, and leaves in [`first`, `end`) the rows that are tokens; returns whether there are any.
+  // Clears the outputs of padding, and leaves in [`first`, `end`) the rows that are tokens; whether there are any.
   bool skip_padding(int64_t b, int64_t kv_head, const Sequence& sequence, int64_t& first, int64_t& end) const {
     const int64_t from = std::max(first, sequence.first_query * group_);
     const int64_t to = std::min(end, sequence.end_query * group_);
@@ -239,7 +240,9 @@ class Attention {
   KeyRange load_query(int64_t b, int64_t kv_head, const Sequence& sequence, int64_t row, float* query) const {
     const int64_t dim = s.head_dim, i = row / group_, head = kv_head * group_ + row % group_;
     const float* given = t.query + (b * s.new_tokens + i) * t.query_stride + head * dim;
-    for (int64_t d = 0; d < dim; d += kLanes) _mm_prefetch(given + kTokensAhead * t.query_stride + d, _MM_HINT_T0);
+    for (int64_t d = 0; d < dim && i + kTokensAhead < s.new_tokens; d += kLanes) {
+      _mm_prefetch(given + kTokensAhead * t.query_stride + d, _MM_HINT_T0);
+    }
     rotate(given, sequence.past + i, s.scale * kLog2E, query);
     if constexpr (kIsRounded) {
       for (int64_t d = 0; d < dim; d++) query[d] *= t.key_scales[kv_head * dim + d];

@@ -27,7 +27,8 @@ constexpr int64_t kRowsInTiles = 512;           // query rows of one task at mos
 constexpr int64_t kNumbersInTiles = 32 * 1024;  // of these rows' queries at most: with the keys part of the L2 cache
 constexpr int64_t kRowsScored = 32;             // of these rows are scored at a time
 constexpr int64_t kKeysScored = 512;            // for so many keys: whole groups
-constexpr int64_t kStride = (kKeysScored / kLanes | 1) * kLanes;  // between the scores of two rows, see Sequence
+// Between the scores of two rows: an odd number of lines, since rows a power of two apart share cache sets.
+constexpr int64_t kStride = (kKeysScored / kLanes | 1) * kLanes;
 
 // The most rows of one head in a task.
 int64_t most_rows_in_tiles(int64_t dim) {

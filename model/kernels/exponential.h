@@ -7,7 +7,8 @@ namespace onward {
 
 constexpr float kLog2E = 1.44269504088896340736f;
 
-// 2^x by a polynomial of 2^fraction through (0, 1), without its 1: 1 at 0, 0 at minus infinity, infinity at infinity.
+// 2^x by a polynomial of 2^fraction: its coefficients from the highest power on, without the last, which is 1. Exactly 1
+// at 0, 0 at minus infinity and infinity at infinity.
 template <int degree>
 inline __m512 power_of_two(__m512 x, const float (&coefficients)[degree]) {
   const __m512 fraction = _mm512_reduce_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);  // ±0.5; 0 of infinity

@@ -141,7 +141,7 @@ void add_tiles(Tiles<kTileBytes>& tiles, const uint8_t* rows, int64_t width, con
 }
 
 // One task's products in tiles. While the tiles of a block of rows are multiplied, vectors turn the sums of the block
-// before into results: those of few rows are the ones of the panel before.
+// before into results; where a panel has one block, that is the panel before's.
 class TileProducts {
  public:
   explicit TileProducts(const Int8Matrix& matrix)
@@ -150,9 +150,9 @@ class TileProducts {
   TileProducts& operator=(const TileProducts&) = delete;
   ~TileProducts() { write_all(); }
 
-  // The results of a panel, or of a panel of gates and its ups, for `count` quantized rows; the last ones are written when
-  // this object ends. Returns how many rows it takes: too few are left for tiles. Memory past them is read, up to whole
-  // tiles.
+  // The results of a panel, or of a panel of gates and its ups, for `count` quantized rows. Those of the last block are
+  // written by the next call or when this ends: until then, its rows and their scales are read. Returns how many rows it
+  // takes: too few are left for tiles. Memory past them is read, up to whole tiles.
   int64_t multiply(const uint8_t* rows, const float* row_scales, int64_t panel, int64_t count, float* output,
                    int64_t pitch) {
     if (matrix_.activation != Activation::kSwiGlu)
@@ -181,15 +181,17 @@ class TileProducts {
 
   int64_t multiply_panel(const uint8_t* rows, const float* row_scales, int64_t panel, const float* gates, int64_t count,
                          float* output, int64_t pitch) {
-    const int64_t num_blocks = (count + kBlockRows - 1) / kBlockRows, share = kTileBytes * kPanelColumns / num_blocks;
+    const int64_t num_blocks = (count + kBlockRows - 1) / kBlockRows, fetched = kTileBytes * kPanelColumns / num_blocks;
     const int64_t pause = depth_ / (kBlockRows / kRowsBetween) / kTileBytes * kTileBytes;  // between vectors
-    const int8_t *const weights = panel_weights(matrix_, panel), *ahead = weights + width_ * kPanelColumns;
+    const int64_t size = width_ * kPanelColumns;
+    const int8_t *const weights = panel_weights(matrix_, panel), *const end = weights + 2 * size, *ahead = weights + size;
     int64_t row = 0;
     for (; count - row >= kMinTileRows; row += kBlockRows) {
       int64_t next = pause - kTileBytes;
       const auto between = [&](int64_t k) {
-        // In order, so that the hardware prefetcher runs ahead: it alone has enough lines on their way.
-        for (const int8_t* const end = ahead + share; ahead < end; ahead += kLine) _mm_prefetch(ahead, _MM_HINT_T1);
+        // The next panel, in order, so that the hardware prefetcher runs ahead: it alone has enough lines on their way.
+        for (const int8_t* const until = std::min(ahead + fetched, end); ahead < until; ahead += kLine)
+          _mm_prefetch(ahead, _MM_HINT_T1);
         if (k < next) return;
         write_some();
         next += pause;

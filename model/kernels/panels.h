@@ -27,11 +27,11 @@ struct Results {
 template <int64_t width, typename Multiply>
 void write_gated(const Results& results, int64_t panel, int64_t first, int64_t count, float* output, int64_t pitch,
                  Multiply& multiply) {
-  constexpr int64_t kGatedRows = 64;  // so many rows' gates and ups stay in the L1 cache
+  constexpr int64_t kRowsAtOnce = 64;  // so many rows' gates and ups stay in the L1 cache
   const int64_t num_gates = results.num_columns / 2 / width;
-  alignas(64) float gates[kGatedRows][width], ups[kGatedRows][width];
-  for (int64_t begin = 0; begin < count; begin += kGatedRows) {
-    const int64_t size = std::min(kGatedRows, count - begin);
+  alignas(64) float gates[kRowsAtOnce][width], ups[kRowsAtOnce][width];
+  for (int64_t begin = 0; begin < count; begin += kRowsAtOnce) {
+    const int64_t size = std::min(kRowsAtOnce, count - begin);
     multiply(panel, first + begin, size, gates[0], width);
     multiply(num_gates + panel, first + begin, size, ups[0], width);
     for (int64_t row = 0; row < size; ++row, output += pitch) {

@@ -70,6 +70,9 @@ def rows(rng: np.random.Generator, num_rows: int, inner: int) -> Float32:
 # Rows that threads share, and a rest that is too small for tiles.
 @example(inner=140, outer=70, num_rows=295, positive=False, biased=True, gelu=False, swiglu=False, seed=0)
 @example(inner=64, outer=128, num_rows=295, positive=False, biased=False, gelu=False, swiglu=True, seed=0)
+# Results that vectors write between products, and gates of more rows than are kept at once.
+@example(inner=1100, outer=70, num_rows=83, positive=False, biased=True, gelu=False, swiglu=False, seed=0)
+@example(inner=520, outer=128, num_rows=1109, positive=False, biased=False, gelu=False, swiglu=True, seed=0)
 @settings(deadline=None, max_examples=25)
 def test_int8_products_by_tiles_have_the_bits_of_those_by_vectors(
     library: Path,
