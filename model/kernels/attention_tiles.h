@@ -189,7 +189,7 @@ template <int SUM, typename Number>
 // The scores of 16 query rows for BLOCKS blocks of 16 packed keys. `queries` are the rows' parts, `distance` apart.
 template <typename Number, int BLOCKS>
 void score_tiles(FloatTiles& tiles, const uint16_t* queries, int64_t distance, const uint32_t* packed, int64_t dim,
-                 float* scores, int64_t stride) {
+                 float* scores) {
   const int64_t block = block_words<Number>(dim), row_bytes = dim * sizeof(uint16_t);
   for_tiles<BLOCKS>([&](auto n) { tiles.clear<n>(); });
   for (int64_t d = 0; d < dim; d += kAtOnce) {
@@ -198,7 +198,7 @@ void score_tiles(FloatTiles& tiles, const uint16_t* queries, int64_t distance, c
       add_products<n, Number>(tiles, packed + n * block + d / 2 * kLanes, dim / 2 * kLanes);
     });
   }
-  for_tiles<BLOCKS>([&](auto n) { tiles.store<n>(scores + n * kLanes, stride * sizeof(float)); });
+  for_tiles<BLOCKS>([&](auto n) { tiles.store<n>(scores + n * kLanes, kStride * sizeof(float)); });
 }
 
 // Adds the weighted values of `blocks` blocks of 32 keys to SUMS * 16 dimensions of 16 rows' sums, [16, D]. `weights`
@@ -302,7 +302,7 @@ class TileRows {
     for (int64_t k = 0; k < length; k += kGroup) {
       for_rows(k, kLanes, [&](int r, int64_t blocks) {
         kScoreTiles<Number>[blocks - 1](tiles, queries_ + r * dim_, part_, keys_ + k / kLanes * words, dim_,
-                                        scores_ + (r - first) * kStride + k, kStride);
+                                        scores_ + (r - first) * kStride + k);
       });
     }
     for (int r = first; r < end; r++) {

@@ -26,23 +26,10 @@ inline __m512 divide(__m512 x, __m512 divisor, __m512 reciprocal) {
   return _mm512_fmadd_ps(_mm512_fnmadd_ps(quotient, divisor, x), reciprocal, quotient);
 }
 
-// All lanes of a register, and the first ones.
-struct AllLanes {
-  __m512 load(const float* numbers) const { return _mm512_loadu_ps(numbers); }
-  void store(void* bytes, __m128i lanes) const { _mm_storeu_si128(static_cast<__m128i*>(bytes), lanes); }
-};
-struct FirstLanes {
-  __mmask16 mask;
-  __m512 load(const float* numbers) const { return _mm512_maskz_loadu_ps(mask, numbers); }
-  void store(void* bytes, __m128i lanes) const { _mm_mask_storeu_epi8(bytes, mask, lanes); }
-};
-
-// Calls `body(i, lanes)` for each register of numbers from i on.
+// Calls `body(i, mask)` for each register of numbers from i on.
 template <typename Body>
 [[gnu::always_inline]] inline void for_lanes(int64_t width, const Body& body) {
-  int64_t i = 0;
-  for (; i + kLanes <= width; i += kLanes) body(i, AllLanes{});
-  if (i < width) body(i, FirstLanes{first_lanes(width - i)});
+  for (int64_t i = 0; i < width; i += kLanes) body(i, first_lanes(width - i));
 }
 
 // Writes a row's bytes, round(x / scale) + zero, and returns the scale, max(max |x|, 1e-30) · step. A row with a NaN or
@@ -53,8 +40,8 @@ float round_row(const float* row, int64_t width, float step, int32_t zero, Byte*
   // As integers, the bits of magnitudes have their order, and those of infinity and NaN are the largest.
   const __m512i magnitude = _mm512_set1_epi32(0x7FFFFFFF);
   __m512i peaks = _mm512_setzero_si512();
-  for_lanes(width, [&](int64_t i, auto lanes) {
-    peaks = _mm512_max_epi32(peaks, _mm512_and_si512(_mm512_castps_si512(lanes.load(row + i)), magnitude));
+  for_lanes(width, [&](int64_t i, __mmask16 mask) {
+    peaks = _mm512_max_epi32(peaks, _mm512_and_si512(_mm512_castps_si512(_mm512_maskz_loadu_ps(mask, row + i)), magnitude));
   });
   const int32_t bits = _mm512_reduce_max_epi32(peaks);
   float peak;
@@ -64,14 +51,14 @@ float round_row(const float* row, int64_t width, float step, int32_t zero, Byte*
   const __m512 divisor = _mm512_set1_ps(scale), reciprocal = _mm512_set1_ps(1.0f / scale);
   const __m512i zeros = _mm512_set1_epi32(zero);
   const auto round = [&](const auto& divide) {
-    for_lanes(width, [&](int64_t i, auto lanes) {
+    for_lanes(width, [&](int64_t i, __mmask16 mask) {
       _mm_prefetch(row + width + i, _MM_HINT_T0);  // the row after
-      const __m512i rounded = _mm512_add_epi32(_mm512_cvtps_epi32(divide(lanes.load(row + i))), zeros);
+      const __m512i rounded = _mm512_add_epi32(_mm512_cvtps_epi32(divide(_mm512_maskz_loadu_ps(mask, row + i))), zeros);
       // Saturates.
       if constexpr (std::is_signed_v<Byte>) {
-        lanes.store(bytes + i, _mm512_cvtsepi32_epi8(rounded));
+        _mm_mask_storeu_epi8(bytes + i, mask, _mm512_cvtsepi32_epi8(rounded));
       } else {
-        lanes.store(bytes + i, _mm512_cvtusepi32_epi8(_mm512_max_epi32(rounded, _mm512_setzero_si512())));
+        _mm_mask_storeu_epi8(bytes + i, mask, _mm512_cvtusepi32_epi8(_mm512_max_epi32(rounded, _mm512_setzero_si512())));
       }
     });
   };
