@@ -16,11 +16,14 @@ import shutil
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+import torch
+
 from export import blocks, slots, text_loss
 from export.golden_cases import make_attention_cases, make_cases
 from export.job import Job, ParityError
 from export.loss import max_relative_rms
 from export.oracle import check
+from export.paged import DTYPES
 from export.staging import replacing
 from export.stored_weights import compare
 from export.verify import ParityReport, arithmetic_of, load_checked
@@ -100,7 +103,10 @@ def export(
         else:
             draft = slots.write(job, precision, kv_precision, explain_graph=explain_graph)
         on_stage("reading the stored weights back")
-        weights = compare(folder, [graph.file for graph in draft.graphs.values()], checkpoint.model, precision)
+        graph_files = [graph.file for graph in draft.graphs.values()]
+        dtype = DTYPES.get(draft.kv_cache.precision, torch.float32)
+        matrices = Precision.FP32 if is_paged else precision
+        weights = compare(folder, graph_files, checkpoint.model, dtype, matrices)
         report = job.prove(draft)
         if report.answers:
             arithmetic, answers = arithmetic_of(draft), zip(cases, report.answers, strict=True)

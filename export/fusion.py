@@ -14,6 +14,7 @@ from typing import Any
 import onnx
 from onnx import helper
 
+from export.functions import add_functions
 from export.operators import (
     ADD_LAYER_NORM,
     ADD_RMS_NORM,
@@ -32,7 +33,6 @@ from export.operators import (
     LINEARS,
     SWIGLU,
     UNUSED_INPUTS,
-    add_functions,
 )
 
 _FULL_WINDOW = -1

@@ -1,10 +1,11 @@
 """The oracle of a quantized export: PyTorch with the stored weights and the graph's own rounding of rows.
 
 Near PyTorch in float32 is a wide target in few bits. Here PyTorch computes what the quantized graph is meant to: its
-own modules, with matrices dequantized from the files, rows rounded before every product, and keys and values where they
-are stored in eight bits. Rounding is chaotic, as a last bit may decide an integer and all that follows. So each product
-takes the rows that the graph gave to it, and attention the bytes that the graph stored, once PyTorch's own are found to
-be the same but for float32's rounding: what is built wrongly in between shows there, and is named.
+own modules, with matrices and tables dequantized from the files, rows rounded before every product of bytes, and keys
+and values where they are stored in eight bits. Rounding is chaotic, as a last bit may decide an integer and all that
+follows. So each product takes the rows that the graph gave to it, and attention the bytes that the graph stored, once
+PyTorch's own are found to be the same but for float32's rounding: what is built wrongly in between shows there, and is
+named.
 
 Source of the layouts and of the rounding: `export.operators`.
 """
@@ -12,10 +13,9 @@ Source of the layouts and of the rounding: `export.operators`.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,14 @@ import torch.nn.functional as F
 from onnx import helper, numpy_helper
 from torch import Tensor, nn
 
-from export.operators import DOMAIN, LEAST_PEAK
+from export.operators import LEAST_PEAK
 from export.replay import PROVIDER, Replayer, fetch_in_place
-from export.stored_weights import QUANTIZED, REARRANGED, unpack
+from export.stored_matrix import StoredMatrix, stored_matrices
+from export.stored_weights import REARRANGED
 from model import kernels
 from model.nn.attention import Score, attend, dot_scores
 from model.nn.transformer import EncoderDecoder, Transformer
-from model.spec.artifact import DECODER, ENCODER, KVPrecision, Manifest
+from model.spec.artifact import DECODER, ENCODER, KVPrecision, Manifest, Precision
 from model.spec.config import Activation
 from model.spec.golden import Float32, GoldenCase, Step
 
@@ -104,7 +105,7 @@ def check(folder: Path, manifest: Manifest, model: Transformer, cases: Sequence[
             trace.num_rows += len(case.sequences)
         stored = tracer.stored(_kv_scales(folder, manifest)) if manifest.kv_cache.precision is KVPrecision.INT8 else []
     _check_range(stored)
-    oracle = _Oracle(model, {**products.get(ENCODER, {}), **products[DECODER]}, trace)
+    oracle = _Oracle(model, {**products.get(ENCODER, {}), **products[DECODER]}, _tables(folder, manifest), trace)
     logits = oracle.run(chosen, stored)
     error, first = 0.0, 0
     for case, answers in zip(chosen, found, strict=True):
@@ -151,19 +152,22 @@ def _short(cases: Sequence[GoldenCase]) -> list[GoldenCase]:
 
 @dataclass(frozen=True, slots=True)
 class _Product:
-    """A quantized product: its graph, its rows' tensor, what reads its matrix `[N, K]`, and how rows are rounded.
+    """A quantized product: its graph, its rows' tensor, its matrix, and how rows are rounded.
 
-    `step` is a row's scale over its largest magnitude; `block` the numbers with a scale of their own, 0 for whole rows.
+    `step` is a row's scale over its largest magnitude, 0 for rows that are not rounded; `block` the numbers with a
+    scale of their own, 0 for whole rows.
     """
 
     graph: str
     rows: str
-    dequantize: Callable[[], Tensor]
+    matrix: StoredMatrix
     step: float
-    block: int
+    block: int = 0
 
     def rounded(self, rows: Tensor) -> Tensor:
         """Rows `[..., K]` after rounding to bytes and back."""
+        if not self.step:
+            return rows
         parts = rows.reshape(*rows.shape[:-1], -1, self.block) if self.block else rows
         peaks = parts.abs().amax(-1, keepdim=True).clamp(min=float(LEAST_PEAK))
         if self.block:
@@ -176,43 +180,32 @@ class _Product:
 
 def _products(folder: Path, manifest: Manifest, name: str) -> dict[str, _Product]:
     """A graph's quantized products, by the name of PyTorch's module."""
-    graph = onnx.load(folder / manifest.graphs[name].file, load_external_data=False).graph
-    stored = {tensor.name: tensor for tensor in graph.initializer}
     found = {}
-    for node in graph.node:
-        weight = node.input[1] if len(node.input) > 2 else ""
-        if weight not in stored or not QUANTIZED.search(weight):
+    for matrix in stored_matrices(folder, manifest.graphs[name].file):
+        if matrix.is_looked_up:
             continue
-        given = {entry.name: helper.get_attribute_value(entry) for entry in node.attribute}
-        is_own = node.domain == DOMAIN
-        scales = numpy_helper.to_array(stored[node.input[2]], base_dir=str(folder)).astype(np.float32)
-        stem = REARRANGED.sub("", QUANTIZED.sub("", weight))
-        is_int8 = weight.endswith("_int8")
-        shape = (len(scales) if is_int8 else given["N"], given["K"])
+        stem = REARRANGED.sub("", matrix.stem)
+        is_int8, is_int4 = matrix.precision is Precision.INT8, matrix.precision is Precision.INT4
         # Standard operators round rows of int4 products block by block.
-        is_blockwise = not is_int8 and not (is_own and kernels.operators())
+        is_blockwise = is_int4 and not (matrix.is_own and matrix.node.op_type in kernels.operators())
         # A head that is tied to a token table has its name.
         module = _HEAD if stem.endswith(_TOKENS) else stem.removesuffix(".weight")
         is_positive = is_int8 and manifest.config.activation is Activation.RELU and module.endswith(".down")
-        found[module] = _Product(
-            graph=name,
-            rows=node.input[0],
-            dequantize=partial(_dequantize, folder, stored[weight], scales, shape, is_own=is_own),
-            step=1 / (_POSITIVE_LIMIT if is_positive else _INT8_LIMIT),
-            block=given.get("block_size", shape[1] // scales.shape[1]) if is_blockwise else 0,
-        )
+        step = 1 / (_POSITIVE_LIMIT if is_positive else _INT8_LIMIT) if is_int8 or is_int4 else 0.0
+        block = matrix.shape[1] // matrix.scales.shape[1] if is_blockwise else 0
+        found[module] = _Product(name, matrix.node.input[0], matrix, step, block)
     return found
 
 
-def _dequantize(
-    folder: Path, stored: onnx.TensorProto, scales: Float32, shape: tuple[int, int], *, is_own: bool
-) -> Tensor:
-    """A stored matrix as `[N, K] float32`."""
-    codes = numpy_helper.to_array(stored, base_dir=str(folder))
-    found = np.empty(shape, np.float32)
-    for rows, integers, steps in unpack(stored.name, is_own=is_own, codes=codes, scales=scales, shape=shape):
-        found[rows] = integers * steps
-    return torch.from_numpy(found)
+def _tables(folder: Path, manifest: Manifest) -> dict[str, StoredMatrix]:
+    """The tables of token embeddings in fewer bits, by the name of PyTorch's module."""
+    return {
+        matrix.stem.removesuffix(".weight"): matrix
+        for name in (DECODER, ENCODER)
+        if name in manifest.graphs
+        for matrix in stored_matrices(folder, manifest.graphs[name].file)
+        if matrix.is_looked_up
+    }
 
 
 def _kv_scales(folder: Path, manifest: Manifest) -> dict[str, Tensor]:
@@ -337,10 +330,13 @@ class _Tracer(Replayer):
 
 
 class _Oracle:
-    """PyTorch's modules with other products. Changes the model while it runs."""
+    """PyTorch's modules with other products and tables. Changes the model while it runs."""
 
-    def __init__(self, model: Transformer, products: Mapping[str, _Product], trace: _Trace) -> None:
+    def __init__(
+        self, model: Transformer, products: Mapping[str, _Product], tables: Mapping[str, StoredMatrix], trace: _Trace
+    ) -> None:
         self.products = products
+        self._tables = tables
         self.max_gap = 0.0
         self._model = model
         self._trace = trace
@@ -348,7 +344,8 @@ class _Oracle:
     def run(self, cases: Sequence[GoldenCase], stored: Sequence[tuple[str, Tensor, Tensor]]) -> Array:
         """Logits `[rows, longest, V] float32` of all rows of the cases."""
         model = self._model
-        modules = dict(model.named_modules())
+        # By all names of a module that two embeddings share: a graph has one of them.
+        modules = dict(model.named_modules(remove_duplicate=False))
         attention = _StoredAttention(stored) if stored else attend
         sequences = _padded([row for case in cases for row in case.sequences])
         with ExitStack() as stack, torch.no_grad():
@@ -362,6 +359,12 @@ class _Oracle:
                         name, product, given[0], module.bias
                     )
                 )
+                stack.callback(hook.remove)
+            for name, table in self._tables.items():
+                # A module that both embeddings share has one hook, and both graphs one table.
+                if (module := modules.get(name)) is None:
+                    raise OracleError([f"the graph looks tokens up in {name}, which PyTorch's model lacks"])
+                hook = module.register_forward_hook(lambda _, given, __, table=table: table.look_up(given[0]))
                 stack.callback(hook.remove)
             stack.enter_context(self._own_head())
             if not isinstance(model, EncoderDecoder):
@@ -400,7 +403,7 @@ class _Oracle:
         if not gap <= MAX_GAP:
             raise OracleError([f"the rows of {name} differ from PyTorch's by {gap:.2g} of a row's largest number"])
         self.max_gap = max(self.max_gap, gap)
-        return F.linear(product.rounded(torch.where(is_traced, given, own)), product.dequantize(), bias)
+        return F.linear(product.rounded(torch.where(is_traced, given, own)), product.matrix.read(), bias)
 
 
 class _StoredAttention:

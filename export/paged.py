@@ -44,7 +44,8 @@ from model.spec.artifact import (
 )
 from model.spec.config import ModelConfig
 
-_DTYPES = {KVPrecision.FP32: torch.float32, KVPrecision.FP16: torch.float16, KVPrecision.BF16: torch.bfloat16}
+DTYPES = {KVPrecision.FP32: torch.float32, KVPrecision.FP16: torch.float16, KVPrecision.BF16: torch.bfloat16}
+"""PyTorch's type of the weights of a graph over blocks, which is that of its K/V."""
 
 
 class PagedAttention(Protocol):
@@ -363,7 +364,7 @@ def scatter(blocks: Tensor, places: Tensor, values: Tensor) -> Tensor:
 
 def in_precision(model: Decoder, precision: KVPrecision) -> Decoder:
     """The model itself for float32, otherwise a copy with rounded weights and tables."""
-    return model if precision is KVPrecision.FP32 else copy.deepcopy(model).to(_DTYPES[precision])
+    return model if precision is KVPrecision.FP32 else copy.deepcopy(model).to(DTYPES[precision])
 
 
 def _candidates(logits: Tensor, num_candidates: int | str) -> dict[str, Tensor]:

@@ -1,6 +1,7 @@
-"""Rewrites a graph's products with weights to fewer bits, or to the project's own operator: functions on ONNX models.
+"""Rewrites a graph's products with weights and its token embeddings to fewer bits, or to the project's own operators.
 
     fp32    unchanged in value, by the operator `onward.Linear` (see `export.operators`)
+    bf16    weights in bfloat16; activations and sums stay float32 (`onward.Bf16Linear`)
     int8    one scale per output channel for weights, one per row (token) for activations; products of bytes add up
             exactly in int32 (`onward.Int8Linear`)
     int4    one scale per block of 32 inputs for weights; for activations one per row or, by standard operators, per
@@ -8,8 +9,8 @@
             float16)
 
 Every product of activations with a stored matrix is rewritten: projections around attention, feed-forward networks, the
-output head. Attention itself with its scores and K/V, norms, biases and embedding lookups stay float32. A head tied to
-the embedding table gets a quantized copy of it.
+output head. So is every table of token embeddings, which a head that is tied to it shares; but for int4 where
+`MatMulNBits` has the head. Attention itself with its scores and K/V, norms, biases and positions stay float32.
 
 A token's result depends on its own row alone, which keeps batch invariance. Ordinary dynamic quantization, one scale
 per tensor, would break it; so would int4 in blocks of 64 or more, where ONNX Runtime 1.31 adds a single row in another
@@ -25,26 +26,29 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import onnx
 from onnx import helper, numpy_helper
 
+from export.functions import add_functions
 from export.operators import (
+    BF16_GATHER,
+    BF16_LINEAR,
     BIASED,
     CONTRIB,
     DOMAIN,
-    INT4_BLOCK,
+    GATHER,
+    INT4_GATHER,
     INT4_LINEAR,
+    INT8_GATHER,
     INT8_LINEAR,
     LINEAR,
-    add_functions,
-    pack_int4_panels,
-    pack_int4_scales,
-    pack_panels,
 )
+from export.panels import BFLOAT16, INT4_BLOCK, pack_int4_panels, pack_int4_scales, pack_panels
+from export.weight_quantization import BLOCK_SIZES, ROW_LIMIT, block_size_of, quantize_blocks, quantize_columns
 from model.spec.artifact import Precision
 from model.spec.config import ModelConfig
 
@@ -52,24 +56,15 @@ Float32 = npt.NDArray[np.float32]
 Int8 = npt.NDArray[np.int8]
 UInt8 = npt.NDArray[np.uint8]
 
-BLOCK_SIZES = (32, 16)
-"""Block sizes along a weight's input in int4: the first that divides it is used."""
-
-ROW_LIMIT = np.float32(127.0)
-"""The largest magnitude of a quantized activation, and of an int8 weight."""
 ROW_ZERO = 128
 """The byte for zero in a row."""
 POSITIVE_ROW_LIMIT = np.float32(255.0)
 """The largest quantized activation of a row after a ReLU, whose byte for zero is 0."""
-_BYTES = (onnx.TensorProto.INT8, onnx.TensorProto.UINT8)
-_INT4_ZERO = 8
-# Candidates for the share of a block's largest magnitude that its scale covers; the least squared error decides.
-_INT4_REACHES = np.linspace(1.0, 0.7, 7, dtype=np.float32)
+_TOKENS = "tokens.weight"
 # The range of normal float16 numbers.
 _LEAST_FLOAT16, _LARGEST_FLOAT16 = np.finfo(np.float16).tiny, np.finfo(np.float16).max
-# Quantized at once.
-_COLUMNS = 8192
 _ACCURACY_LEVEL = 4  # activations in eight bits
+_PANEL_DIMENSIONS = 5  # of int4
 
 
 def unsupported(config: ModelConfig, precision: Precision) -> list[str]:
@@ -84,7 +79,7 @@ def unsupported(config: ModelConfig, precision: Precision) -> list[str]:
     return [
         f"{name} is {width}, {precision} needs a multiple of {BLOCK_SIZES[-1]}"
         for name, width in widths.items()
-        if _block_size(width) is None
+        if block_size_of(width) is None
     ]
 
 
@@ -107,7 +102,7 @@ def save(path: Path, model: onnx.ModelProto) -> None:
 
 
 def quantize(model: onnx.ModelProto, precision: Precision, folder: Path = Path()) -> onnx.ModelProto:
-    """The model with its products with stored matrices in `precision`; everything else unchanged.
+    """The model with its stored matrices, of products and of token embeddings, in `precision`; all else unchanged.
 
     Args:
         model: it is not modified. Weights that are not loaded are read one by one; others stay where they are.
@@ -126,10 +121,11 @@ def quantize(model: onnx.ModelProto, precision: Precision, folder: Path = Path()
     rewrite = _REWRITES[precision](graph)
     taken: set[str] = set()
     for node in graph.nodes:
-        product = graph.product(node)
-        if product is not None:
+        if (product := graph.product(node)) is not None:
             taken.add(product.output)
-            graph.new_nodes += rewrite(product)
+            graph.new_nodes += rewrite.multiply(product)
+        elif (lookup := graph.lookup(node)) is not None:
+            graph.new_nodes += rewrite.look_up(lookup)
         elif node.output[0] not in taken:  # not a bias that became part of its product
             graph.new_nodes.append(node)
     graph.write(quantized.graph)
@@ -137,64 +133,6 @@ def quantize(model: onnx.ModelProto, precision: Precision, folder: Path = Path()
     if CONTRIB not in {opset.domain for opset in quantized.opset_import}:
         quantized.opset_import.append(helper.make_opsetid(CONTRIB, 1))
     return quantized
-
-
-def quantize_columns(weight: Float32) -> tuple[Int8, Float32]:
-    """A weight `[K, N]` as bytes `[K, N]` in ±127 and one scale per column `[N]`, its largest magnitude / 127."""
-    codes, scales = np.empty(weight.shape, np.int8), np.empty(weight.shape[1], np.float32)
-    for columns in _parts(weight.shape[1]):
-        part = weight[:, columns]
-        peaks = np.abs(part).max(axis=0)
-        scales[columns] = np.where(peaks > 0, peaks, 1) / ROW_LIMIT
-        codes[:, columns] = np.clip(np.rint(part / scales[columns]), -ROW_LIMIT, ROW_LIMIT)
-    return codes, scales
-
-
-def quantize_blocks(weight: Float32, block_size: int, least: np.floating[Any] | float = 0) -> tuple[UInt8, Float32]:
-    """A weight `[K, N]` as nibbles `[N, K/block, block/2]`, low one first, and scales `[N, K/block]`; zero is 8.
-
-    A block's extreme maps to about -8, since four bits reach one step further below zero than above. Several scales are
-    tried: clipping the extremes a little gives the other weights a finer scale. None is below `least` in magnitude.
-    """
-    inner, outer = weight.shape
-    packed = np.empty((outer, inner // block_size, block_size // 2), np.uint8)
-    scales = np.empty((outer, inner // block_size), np.float32)
-    for columns in _parts(outer):
-        packed[columns], scales[columns] = _quantize_some_blocks(weight[:, columns], block_size, least)
-    return packed, scales
-
-
-def _quantize_some_blocks(weight: Float32, block_size: int, least: np.floating[Any] | float) -> tuple[UInt8, Float32]:
-    inner, outer = weight.shape
-    blocks = np.ascontiguousarray(weight.T).reshape(outer, inner // block_size, block_size)
-    extremes = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=-1)[..., None], axis=-1)
-    extremes = np.where(extremes == 0, np.float32(1), extremes)
-    best_scales = np.empty_like(extremes)
-    best_errors = np.full_like(extremes, np.inf)
-    for reach in _INT4_REACHES:
-        scales = (extremes * (-reach / _INT4_ZERO)).astype(np.float32)
-        errors = np.square(_nibbles(blocks, scales) * scales - blocks).sum(axis=-1, keepdims=True)
-        is_better = errors < best_errors
-        best_scales, best_errors = np.where(is_better, scales, best_scales), np.where(is_better, errors, best_errors)
-    best_scales = np.copysign(np.maximum(np.abs(best_scales), np.float32(least)), best_scales)
-    codes: UInt8 = (_nibbles(blocks, best_scales) + _INT4_ZERO).astype(np.uint8)
-    packed: UInt8 = codes[..., ::2] | np.left_shift(codes[..., 1::2], np.uint8(4))
-    return packed, best_scales[..., 0]
-
-
-def _parts(num_columns: int) -> Iterator[slice]:
-    """Columns that are quantized together: intermediate results of a large vocabulary's head are large, too."""
-    for start in range(0, num_columns, _COLUMNS):
-        yield slice(start, start + _COLUMNS)
-
-
-def _nibbles(blocks: Float32, scales: Float32) -> Float32:
-    nibbles: Float32 = np.clip(np.rint(blocks / scales), -_INT4_ZERO, _INT4_ZERO - 1)
-    return nibbles
-
-
-def _block_size(inner: int) -> int | None:
-    return next((size for size in BLOCK_SIZES if inner % size == 0), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +148,25 @@ class _Product:
     weight: Float32
     bias: str | None
     output: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Lookup:
+    """Token embeddings to rewrite: `output` = rows `ids` of the stored table `name` `[N, K]`, by `node`."""
+
+    scope: str
+    name: str
+    ids: str
+    output: str
+    node: onnx.NodeProto
+
+
+class _Rewrite(Protocol):
+    """Rewrites products and lookups to one precision."""
+
+    def multiply(self, product: _Product) -> Iterator[onnx.NodeProto]: ...
+
+    def look_up(self, lookup: _Lookup) -> Iterator[onnx.NodeProto]: ...
 
 
 @dataclass(slots=True)
@@ -267,6 +224,14 @@ class _Graph:
             output=output,
         )
 
+    def lookup(self, node: onnx.NodeProto) -> _Lookup | None:
+        """The token embeddings that a node looks up; None for other nodes."""
+        table, ids = (node.input[:2] if not node.domain else node.input[1::-1]) if node.op_type == GATHER else ("", "")
+        is_table = table.endswith(_TOKENS) and table in self.stored and len(self.stored[table].dims) == 2
+        if not is_table or any(helper.get_attribute_value(entry) for entry in node.attribute):  # another axis
+            return None
+        return _Lookup(node.name.rpartition("/")[0], table, ids, node.output[0], node)
+
     def _is_row(self, name: str, length: int) -> bool:
         return name in self.stored and list(self.stored[name].dims) == [length]
 
@@ -294,88 +259,137 @@ class _Graph:
         del graph.node[:]
         graph.node.extend(self.new_nodes)
         del graph.initializer[:]
-        # Bytes go last: a file packs tensors in order, and floats should stay aligned.
+        # The widest numbers go first: a file packs tensors in order, and all should stay aligned.
         kept = [tensor for name, tensor in self.stored.items() if name in read]
-        graph.initializer.extend(sorted(kept, key=lambda tensor: tensor.data_type in _BYTES))
+        graph.initializer.extend(sorted(kept, key=_item_bytes, reverse=True))
+
+
+def _item_bytes(tensor: onnx.TensorProto) -> int:
+    return helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
 
 
 @dataclass(slots=True)
 class _Float:
-    """Rewrites products to the project's own operator, which takes matrices in PyTorch's layout."""
+    """Rewrites products to the project's own operator, which takes matrices in PyTorch's layout; lookups stay."""
 
     graph: _Graph
 
-    def __call__(self, product: _Product) -> Iterator[onnx.NodeProto]:
+    def multiply(self, product: _Product) -> Iterator[onnx.NodeProto]:
         name = product.name
         if name in self.graph.stored and not np.array_equal(self.graph.values(name), product.weight.T):
             name = f"{name}_rows"
         yield _own_node(product, LINEAR, [product.rows, self.graph.store(name, product.weight.T)])
 
+    def look_up(self, lookup: _Lookup) -> Iterator[onnx.NodeProto]:
+        yield _node(lookup, GATHER, [lookup.ids, lookup.name], lookup.output, domain=DOMAIN)
+
 
 @dataclass(slots=True)
-class _Int8:
-    """Rewrites products to int8; rows after a ReLU use all bytes for positive numbers."""
+class _Bf16:
+    """Rewrites both to bfloat16, in PyTorch's layout."""
 
     graph: _Graph
 
-    def __call__(self, product: _Product) -> Iterator[onnx.NodeProto]:
-        weight, column_scales = quantize_columns(product.weight)
-        inputs = [
-            product.rows,
-            self.graph.store(f"{product.name}_int8", pack_panels(weight)),
-            self.graph.store(f"{product.name}_scale", column_scales),
-        ]
+    def multiply(self, product: _Product) -> Iterator[onnx.NodeProto]:
+        yield _own_node(product, BF16_LINEAR, [product.rows, self._store(product.name, product.weight.T)])
+
+    def look_up(self, lookup: _Lookup) -> Iterator[onnx.NodeProto]:
+        table = self._store(lookup.name, self.graph.values(lookup.name))
+        yield _node(lookup, BF16_GATHER, [lookup.ids, table], lookup.output, domain=DOMAIN)
+
+    def _store(self, name: str, weight: Float32) -> str:
+        return self.graph.store(f"{name}_bf16", weight.astype(BFLOAT16))
+
+
+@dataclass(slots=True)
+class _Int8:
+    """Rewrites both to int8; rows after a ReLU use all bytes for positive numbers."""
+
+    graph: _Graph
+
+    def multiply(self, product: _Product) -> Iterator[onnx.NodeProto]:
         is_positive = product.rows in self.graph.positives
         rounding = {
             "step": float(np.float32(1) / (POSITIVE_ROW_LIMIT if is_positive else ROW_LIMIT)),
             "zero": 0 if is_positive else ROW_ZERO,
-            "K": len(weight),
+            "K": len(product.weight),
         }
+        inputs = [product.rows, *self._store(product.name, product.weight)]
         yield _own_node(product, INT8_LINEAR, inputs, **rounding)
+
+    def look_up(self, lookup: _Lookup) -> Iterator[onnx.NodeProto]:
+        table = self.graph.values(lookup.name)
+        inputs = [lookup.ids, *self._store(lookup.name, table.T)]
+        yield _node(lookup, INT8_GATHER, inputs, lookup.output, domain=DOMAIN, K=table.shape[1])
+
+    def _store(self, name: str, weight: Float32) -> tuple[str, str]:
+        """The names of panels and scales of a weight `[K, N]`."""
+        names = f"{name}_int8", f"{name}_scale"
+        if names[0] not in self.graph.stored:
+            codes, scales = quantize_columns(weight)
+            self.graph.store(names[0], pack_panels(codes))
+            self.graph.store(names[1], scales)
+        return names
 
 
 @dataclass(slots=True)
 class _Int4:
-    """Rewrites products to int4."""
+    """Rewrites both to int4."""
 
     graph: _Graph
 
-    def __call__(self, product: _Product) -> Iterator[onnx.NodeProto]:
+    def multiply(self, product: _Product) -> Iterator[onnx.NodeProto]:
         inner, outer = product.weight.shape
-        block_size = _block_size(inner)
+        block_size = block_size_of(inner)
         if block_size is None:
             raise ValueError(f"{product.name} has {inner} inputs, int4 needs a multiple of {BLOCK_SIZES[-1]}")
-        weight, scales = quantize_blocks(product.weight, block_size)
-        if np.abs(scales).min() < _LEAST_FLOAT16 <= np.median(np.abs(scales)):
-            # A few faint blocks: their step becomes no larger than that of half the others.
-            weight, scales = quantize_blocks(product.weight, block_size, _LEAST_FLOAT16)
-        if (
-            block_size == INT4_BLOCK
-            and np.abs(scales).min() >= _LEAST_FLOAT16
-            and np.abs(scales).max() <= _LARGEST_FLOAT16
-        ):
-            codes = np.stack([weight & 15, weight >> 4], axis=-1).reshape(outer, -1, INT4_BLOCK)
-            inputs = [
-                product.rows,
-                self.graph.store(f"{product.name}_int4", pack_int4_panels(codes)),
-                self.graph.store(f"{product.name}_scale", pack_int4_scales(scales)),
-            ]
+        names = self._store(product.name, product.weight, block_size)
+        inputs = [product.rows, *names]
+        if self._has_panels(names[0]):
             yield _own_node(product, INT4_LINEAR, inputs, K=inner, N=outer)
             return
-        inputs = [
-            product.rows,
-            self.graph.store(f"{product.name}_int4", weight),
-            self.graph.store(f"{product.name}_scale", scales),
-        ]
         output = product.output if product.bias is None else f"{product.output}.unbiased"
         attributes = {"K": inner, "N": outer, "bits": 4, "block_size": block_size, "accuracy_level": _ACCURACY_LEVEL}
         yield _node(product, "MatMulNBits", inputs, output, domain=CONTRIB, **attributes)
         if product.bias is not None:
             yield _node(product, "Add", [output, product.bias], product.output)
 
+    def look_up(self, lookup: _Lookup) -> Iterator[onnx.NodeProto]:
+        outer, inner = self.graph.stored[lookup.name].dims
+        if inner % INT4_BLOCK == 0:
+            names = self._store(lookup.name, self.graph.values(lookup.name).T, INT4_BLOCK)
+            if self._has_panels(names[0]):
+                yield _node(lookup, INT4_GATHER, [lookup.ids, *names], lookup.output, domain=DOMAIN, K=inner, N=outer)
+                return
+        yield lookup.node
 
-_REWRITES: Mapping[Precision, Callable[[_Graph], Callable[[_Product], Iterator[onnx.NodeProto]]]] = {
+    def _has_panels(self, name: str) -> bool:
+        """Whether a stored weight has the layout of the project's own operators, not of `MatMulNBits`."""
+        return len(self.graph.stored[name].dims) == _PANEL_DIMENSIONS
+
+    def _store(self, name: str, weight: Float32, block_size: int) -> tuple[str, str]:
+        """The names of codes and scales of a weight `[K, N]`; panels if the own operators can compute with it."""
+        names = f"{name}_int4", f"{name}_scale"
+        if names[0] in self.graph.stored:
+            return names
+        codes, scales = quantize_blocks(weight, block_size)
+        if np.abs(scales).min() < _LEAST_FLOAT16 <= np.median(np.abs(scales)):
+            # A few faint blocks: their step becomes no larger than that of half the others.
+            codes, scales = quantize_blocks(weight, block_size, _LEAST_FLOAT16)
+        steps = np.abs(scales)
+        if block_size == INT4_BLOCK and steps.min() >= _LEAST_FLOAT16 and steps.max() <= _LARGEST_FLOAT16:
+            nibbles = np.stack([codes & 15, codes >> 4], axis=-1).reshape(weight.shape[1], -1, INT4_BLOCK)
+            self.graph.store(names[0], pack_int4_panels(nibbles))
+            self.graph.store(names[1], pack_int4_scales(scales))
+        else:
+            self.graph.store(names[0], codes)
+            self.graph.store(names[1], scales)
+        return names
+
+
+_REWRITES: Mapping[Precision, Callable[[_Graph], _Rewrite]] = {
     Precision.FP32: _Float,
+    Precision.BF16: _Bf16,
     Precision.INT8: _Int8,
     Precision.INT4: _Int4,
 }
@@ -388,7 +402,7 @@ def _own_node(product: _Product, kind: str, inputs: Sequence[str], **attributes:
     return _node(product, kind, inputs, product.output, domain=DOMAIN, **attributes)
 
 
-def _node(product: _Product, kind: str, inputs: Sequence[str], output: str, **attributes: Any) -> onnx.NodeProto:
-    """A node named after the module of its product."""
-    name = "/".join(part for part in (product.scope, kind) if part)
+def _node(site: _Product | _Lookup, kind: str, inputs: Sequence[str], output: str, **attributes: Any) -> onnx.NodeProto:
+    """A node named after the module of what it replaces."""
+    name = "/".join(part for part in (site.scope, kind) if part)
     return helper.make_node(kind, list(inputs), [output], name=name, **attributes)

@@ -1,4 +1,4 @@
-"""The pipeline for K/V in slots: float32 graphs, then int8 K/V, then int8 or int4 weights, then fused operators.
+"""The pipeline for K/V in slots: float32 graphs, then int8 K/V, then bf16, int8 or int4 weights, then fused operators.
 
 Each rewrite starts from graphs that have passed their own, tighter tolerance. What the next tolerance allows beyond it
 is therefore rounding alone. Graphs that share weights have copies of their own until all are rewritten.
@@ -84,7 +84,7 @@ def _quantize_kv(job: Job, draft: Manifest, kv_precision: KVPrecision) -> Manife
 
 
 def _quantize(job: Job, draft: Manifest, precision: Precision) -> Manifest:
-    """Rewrites products with weights."""
+    """Rewrites products with weights, and token embeddings."""
     for name, graph in draft.graphs.items():
         job.on_stage(f"{name} graph in {precision}")
         quantize.quantize_file(job.folder / graph.file, precision)

@@ -22,7 +22,7 @@ from model.spec.tokenizer import Tokenizer
 
 MAX_TEXT_BYTES = 32 * 1024
 _MAX_CONTEXT = 512
-_MAX_EXCESS = {Precision.FP32: 0.001, Precision.INT8: 0.01, Precision.INT4: 0.05}
+_MAX_EXCESS = {Precision.FP32: 0.001, Precision.BF16: 0.002, Precision.INT8: 0.01, Precision.INT4: 0.05}
 _MAX_KV_EXCESS = {KVPrecision.FP32: 0.0, KVPrecision.INT8: 0.01}
 
 

@@ -13,22 +13,10 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from export.functions import add_functions
 from export.fusion import fuse
-from export.operators import (
-    ATTENTION,
-    BIASED,
-    CONTRIB,
-    DOMAIN,
-    GELU,
-    INT4_LINEAR,
-    INT8_ATTENTION,
-    INT8_LINEAR,
-    SWIGLU,
-    add_functions,
-    pack_int4_panels,
-    pack_int4_scales,
-    pack_panels,
-)
+from export.operators import ATTENTION, BIASED, CONTRIB, DOMAIN, GELU, INT4_LINEAR, INT8_ATTENTION, INT8_LINEAR, SWIGLU
+from export.panels import pack_int4_panels, pack_int4_scales, pack_panels
 from model import kernels
 from model.kernels.build import COMPILERS
 
@@ -45,6 +33,7 @@ NEEDS_KERNELS = [
 TYPES = {
     np.dtype(np.float32): TensorProto.FLOAT,
     np.dtype(np.int32): TensorProto.INT32,
+    np.dtype(np.int64): TensorProto.INT64,
     np.dtype(np.int8): TensorProto.INT8,
 }
 

@@ -56,7 +56,7 @@ class ShapesSettings(Settings):
 
     precision: str = "int8"
     models: tuple[str, ...] = option(_MODELS, "shapes", choices=tuple(SHAPES), quick=("tiny",))
-    precisions: tuple[str, ...] = option(("int8", "int4"), "of weights", choices=("fp32", "int8", "int4"))
+    precisions: tuple[str, ...] = option(("int8", "int4"), "of weights", choices=("fp32", "bf16", "int8", "int4"))
     memory: int = option(4096, "MiB for each server", least=256, quick=512)
 
 

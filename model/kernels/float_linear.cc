@@ -1,30 +1,29 @@
 // One result is 16 lanes of sums over K, so both sides are read in memory order. A tile is 3 rows by 8 columns, so each
 // load serves 3 or 8 products. Few rows are bound by memory bandwidth: if they fit the L1 cache, all of them are one
 // tile, and the next columns are prefetched meanwhile. Many rows are bound by arithmetic: K is split into parts that
-// stay in the L1 cache.
+// stay in the L1 cache; bfloat16 is widened to float32 there, once for all rows.
 #include "float_linear.h"
 
 #include <immintrin.h>
 
 #include <algorithm>
 #include <array>
+#include <type_traits>
 #include <utility>
 
 #include "scratch.h"
 
 namespace onward {
 
-bool can_multiply_floats() { return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq"); }
-
-int64_t best_stride(int64_t num_rows) {
-  constexpr int64_t kAliased = 1024, kLineNumbers = 16;
-  return num_rows % kAliased == 0 ? num_rows + kLineNumbers : num_rows;
+bool can_multiply_floats() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
 
 }  // namespace onward
 
 // All above runs on any processor, all below only where it returns true.
-#pragma GCC target("avx512f,avx512dq")
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl")
 
 #include "fold.h"
 #include "gelu.h"
@@ -46,9 +45,18 @@ struct Sum {
   __m512 lanes;
 };
 
+// Sixteen numbers as float32, zeros where `mask` has none.
+[[gnu::always_inline]] inline __m512 load(const float* numbers, __mmask16 mask) {
+  return _mm512_maskz_loadu_ps(mask, numbers);
+}
+[[gnu::always_inline]] inline __m512 load(const Bfloat16* numbers, __mmask16 mask) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, numbers)), 16));
+}
+
 // One part of K, for a tile.
+template <typename Number>
 struct Part {
-  const float* columns;
+  const Number* columns;
   int64_t column_stride;
   int64_t begin, end;  // rows of K; `columns` points at `begin`
   bool is_first, is_last;
@@ -56,18 +64,18 @@ struct Part {
 };
 
 // Adds the products of 16 numbers of each row and column, those of `mask`, to a tile's sums.
-template <int num_rows, int num_columns>
-[[gnu::always_inline]] inline void add_products(const float* rows, int64_t row_stride, const float* columns,
+template <int num_rows, int num_columns, typename Number>
+[[gnu::always_inline]] inline void add_products(const float* rows, int64_t row_stride, const Number* columns,
                                                 int64_t column_stride, __mmask16 mask, __m512* sums) {
   // The shorter side stays in registers.
   if constexpr (num_rows > kTileRows) {
     __m512 right[num_columns];
 #pragma GCC unroll 8
     for (int column = 0; column < num_columns; ++column)
-      right[column] = _mm512_maskz_loadu_ps(mask, columns + column * column_stride);
+      right[column] = load(columns + column * column_stride, mask);
 #pragma GCC unroll 8
     for (int row = 0; row < num_rows; ++row) {
-      __m512 left = _mm512_maskz_loadu_ps(mask, rows + row * row_stride);
+      __m512 left = load(rows + row * row_stride, mask);
       asm("" : "+v"(left));  // as below
 #pragma GCC unroll 8
       for (int column = 0; column < num_columns; ++column) {
@@ -79,10 +87,10 @@ template <int num_rows, int num_columns>
   }
   __m512 left[num_rows];
 #pragma GCC unroll 3
-  for (int row = 0; row < num_rows; ++row) left[row] = _mm512_maskz_loadu_ps(mask, rows + row * row_stride);
+  for (int row = 0; row < num_rows; ++row) left[row] = load(rows + row * row_stride, mask);
 #pragma GCC unroll 8
   for (int column = 0; column < num_columns; ++column) {
-    __m512 right = _mm512_maskz_loadu_ps(mask, columns + column * column_stride);
+    __m512 right = load(columns + column * column_stride, mask);
     // Loaded once: the compiler would repeat the load for each multiplication, and loads are as scarce.
     asm("" : "+v"(right));
 #pragma GCC unroll 3
@@ -94,11 +102,11 @@ template <int num_rows, int num_columns>
 }
 
 // Adds one part of K to a tile of results; between parts the sums are kept in `partial`. Prefetches from `ahead` on.
-template <int num_rows, int num_columns>
-void multiply_tile(const float* rows, const FloatMatrix& matrix, int64_t column, const Part& part, const char* ahead,
-                   Sum* partial, float* output) {
-  const int64_t stride = matrix.num_rows;
-  const float* columns = part.columns;
+template <typename Number, int num_rows, int num_columns>
+void multiply_tile(const float* rows, const FloatProduct& product, int64_t column, const Part<Number>& part,
+                   const char* ahead, Sum* partial, float* output) {
+  const int64_t stride = product.num_rows;
+  const Number* columns = part.columns;
   __m512 sums[num_rows * num_columns];
 #pragma GCC unroll 24
   for (int i = 0; i < num_rows * num_columns; ++i) sums[i] = part.is_first ? _mm512_setzero_ps() : partial[i].lanes;
@@ -121,31 +129,45 @@ void multiply_tile(const float* rows, const FloatMatrix& matrix, int64_t column,
   const __mmask16 mask = first_lanes(num_columns);
   for (int row = 0; row < num_rows; ++row) {
     __m512 y = _mm512_maskz_loadu_ps(mask, results + row * num_columns);
-    if (matrix.bias) y = _mm512_add_ps(y, _mm512_maskz_loadu_ps(mask, matrix.bias + column));
-    if (matrix.is_gelu) y = gelu(y);
-    _mm512_mask_storeu_ps(output + row * matrix.num_columns + column, mask, y);
+    if (product.bias) y = _mm512_add_ps(y, _mm512_maskz_loadu_ps(mask, product.bias + column));
+    if (product.is_gelu) y = gelu(y);
+    _mm512_mask_storeu_ps(output + row * product.num_columns + column, mask, y);
   }
 }
 
 // The number of columns of a tile.
 constexpr int64_t tile_columns(int64_t num_rows) { return std::min(kTileColumns, kTileRows * kTileColumns / num_rows); }
 
-using Tile = void (*)(const float*, const FloatMatrix&, int64_t, const Part&, const char*, Sum*, float*);
-using Tiles = std::array<Tile, kTileColumns>;  // by the number of columns minus one
+template <typename Number>
+using Tile = void (*)(const float*, const FloatProduct&, int64_t, const Part<Number>&, const char*, Sum*, float*);
+template <typename Number>
+using Tiles = std::array<Tile<Number>, kTileColumns>;  // by the number of columns minus one
 
-template <int num_rows, int... indices>
-constexpr Tiles tiles_of(std::integer_sequence<int, indices...>) {
-  return {multiply_tile<num_rows, indices + 1>...};
+template <typename Number, int num_rows, int... indices>
+constexpr Tiles<Number> tiles_of(std::integer_sequence<int, indices...>) {
+  return {multiply_tile<Number, num_rows, indices + 1>...};
 }
-template <int num_rows>
-constexpr Tiles kTilesOf = tiles_of<num_rows>(std::make_integer_sequence<int, tile_columns(num_rows)>());
-constexpr const Tiles* kTiles[kFewRows] = {&kTilesOf<1>, &kTilesOf<2>, &kTilesOf<3>, &kTilesOf<4>,
-                                           &kTilesOf<5>, &kTilesOf<6>, &kTilesOf<7>, &kTilesOf<8>};
+template <typename Number, int num_rows>
+constexpr Tiles<Number> kTilesOf =
+    tiles_of<Number, num_rows>(std::make_integer_sequence<int, tile_columns(num_rows)>());
+template <typename Number>
+constexpr const Tiles<Number>* kTiles[kFewRows] = {&kTilesOf<Number, 1>, &kTilesOf<Number, 2>, &kTilesOf<Number, 3>,
+                                                   &kTilesOf<Number, 4>, &kTilesOf<Number, 5>, &kTilesOf<Number, 6>,
+                                                   &kTilesOf<Number, 7>, &kTilesOf<Number, 8>};
+
+// Writes `count` numbers of each column as float32, with zeros up to a multiple of 16, `kPart` from one to the next.
+void widen(const Bfloat16* columns, int64_t column_stride, int64_t num_columns, int64_t count, float* output) {
+  for (int64_t column = 0; column < num_columns; ++column, columns += column_stride, output += kPart) {
+    for (int64_t k = 0; k < count; k += kLanes)
+      _mm512_store_ps(output + k, load(columns + k, first_lanes(count - k)));
+  }
+}
 
 int64_t ceil_div(int64_t count, int64_t unit) { return (count + unit - 1) / unit; }
 
 // Columns [`begin`, `end`) for `num_rows` rows, which stay in the L2 cache.
-void multiply_block(const float* rows, int64_t num_rows, const FloatMatrix& matrix, int64_t begin, int64_t end,
+template <typename Number>
+void multiply_block(const float* rows, int64_t num_rows, const FloatMatrix<Number>& matrix, int64_t begin, int64_t end,
                     float* output) {
   thread_local Scratch<Sum> sums;
   const int64_t width = matrix.num_rows;
@@ -158,25 +180,40 @@ void multiply_block(const float* rows, int64_t num_rows, const FloatMatrix& matr
   Sum* const partial = sums.at_least(num_parts == 1 ? 0 : num_rows * kTileColumns);
   for (int64_t column = begin; column < end; column += columns_at_once) {
     const int64_t num_columns = std::min(columns_at_once, end - column);
-    const float* columns = matrix.weights + column * matrix.stride;
+    const Number* columns = matrix.weights + column * matrix.stride;
     const char* ahead = reinterpret_cast<const char*>(columns + num_columns * matrix.stride);
-    const int64_t lines_ahead = column + num_columns < end ? ceil_div(columns_at_once, num_tiles) : 0;
-    for (int64_t index = 0; index < num_parts; ++index) {
-      const int64_t first = index * step, last = std::min(first + step, width);
-      const Part part{columns + first, matrix.stride, first, last, index == 0, index == num_parts - 1, lines_ahead};
+    const int64_t lines = ceil_div(columns_at_once * kLanes * sizeof(Number), kLine);
+    const int64_t lines_ahead = column + num_columns < end ? ceil_div(lines, num_tiles) : 0;
+    const auto multiply_tiles = [&](const auto& part, const auto& tiles) {
       for (int64_t row = 0; row < num_rows; row += tile_rows) {
         const int64_t count = std::min(tile_rows, num_rows - row);
-        (*kTiles[count - 1])[num_columns - 1](rows + row * width, matrix, column, part, ahead,
-                                              partial + row * kTileColumns, output + row * matrix.num_columns);
-        ahead += ceil_div(last - first, kLanes) * lines_ahead * kLine;
+        (*tiles[count - 1])[num_columns - 1](rows + row * width, matrix, column, part, ahead,
+                                             partial + row * kTileColumns, output + row * matrix.num_columns);
+        ahead += ceil_div(part.end - part.begin, kLanes) * lines_ahead * kLine;
       }
+    };
+    for (int64_t index = 0; index < num_parts; ++index) {
+      const int64_t first = index * step, last = std::min(first + step, width);
+      const bool is_first = index == 0, is_last = index == num_parts - 1;
+      if constexpr (std::is_same_v<Number, Bfloat16>) {
+        if (!is_one_tile) {
+          alignas(kLine) float wide[kTileColumns * kPart];
+          widen(columns + first, matrix.stride, num_columns, last - first, wide);
+          multiply_tiles(Part<float>{wide, kPart, first, last, is_first, is_last, lines_ahead}, kTiles<float>);
+          continue;
+        }
+      }
+      multiply_tiles(Part<Number>{columns + first, matrix.stride, first, last, is_first, is_last, lines_ahead},
+                     kTiles<Number>);
     }
   }
 }
 
 }  // namespace
 
-void multiply(const Parallel& parallel, const float* rows, int64_t num_rows, const FloatMatrix& matrix, float* output) {
+template <typename Number>
+void multiply(const Parallel& parallel, const float* rows, int64_t num_rows, const FloatMatrix<Number>& matrix,
+              float* output) {
   if (num_rows == 0 || matrix.num_columns == 0) return;
   const int64_t width = matrix.num_rows;
   // Blocks of equal size: a last block of few rows would be bound by reading the matrix.
@@ -189,5 +226,8 @@ void multiply(const Parallel& parallel, const float* rows, int64_t num_rows, con
                      output + row * matrix.num_columns);
   });
 }
+
+template void multiply(const Parallel&, const float*, int64_t, const FloatMatrix<float>&, float*);
+template void multiply(const Parallel&, const float*, int64_t, const FloatMatrix<Bfloat16>&, float*);
 
 }  // namespace onward

@@ -22,7 +22,7 @@ struct CustomOpDomain;
 struct CustomOp;
 
 enum ErrorCode : int { kFail = 1, kInvalidArgument = 2 };
-enum ElementType : int { kFloat = 1, kUint8 = 2, kInt8 = 3, kInt32 = 6, kFloat16 = 10 };
+enum ElementType : int { kFloat = 1, kUint8 = 2, kInt8 = 3, kInt32 = 6, kInt64 = 7, kFloat16 = 10, kBfloat16 = 16 };
 enum Characteristic : int { kRequired = 0, kOptional = 1 };
 enum MemoryType : int { kDefaultMemory = 0 };
 

@@ -18,6 +18,7 @@
 #include "float_linear.h"
 #include "int4_linear.h"
 #include "linear.h"
+#include "lookup.h"
 #include "rows.h"
 #include "runtime.h"
 
@@ -31,7 +32,10 @@ inline Tensor input_rows(const Runtime& runtime, const ort::KernelContext* conte
 }
 
 // Columns of a product's output.
-inline int64_t num_results(const FloatMatrix& matrix) { return matrix.num_columns; }
+template <typename Number>
+int64_t num_results(const FloatMatrix<Number>& matrix) {
+  return matrix.num_columns;
+}
 template <typename Matrix>
 int64_t num_results(const Matrix& matrix) {
   return matrix.activation == Activation::kSwiGlu ? matrix.num_columns / 2 : matrix.num_columns;
@@ -45,6 +49,13 @@ void multiply_rows(const Runtime& runtime, ort::KernelContext* context, const Te
   const SessionThreads threads{&runtime, context};
   multiply(threads.parallel(), rows.as<float>(), rows.shape.num_rows(), rounding..., matrix, output.as<float>());
 }
+
+// The shape of the panels of a matrix `[K, N]` in int8.
+inline Shape int8_panels_shape(int64_t num_rows, int64_t num_columns) {
+  return {(num_columns + kPanelColumns - 1) / kPanelColumns, (num_rows + kGroupRows - 1) / kGroupRows, kPanelColumns,
+          kGroupRows};
+}
+constexpr char kInt8PanelsMessage[] = "panels must be [ceil(N / 32), ceil(K / 4), 32, 4]";
 
 // `Int8Linear(rows [..., K], panels [⌈N / 32⌉, ⌈K / 4⌉, 32, 4] int8, scales [N]) → [..., N]`, and `BiasedInt8Linear`
 // with a bias `[N]` as a fourth input; the suffix `Gelu` applies GELU to the output, `SwiGLU` gives silu(gate) · up of
@@ -72,9 +83,7 @@ class Int8Linear {
     runtime.require(panels_.data && scales_.data, "panels and scales must be stored in the graph");
     runtime.require(scales_.shape.size() == 1 && panels_.shape.size() == 4,
                     "panels must have 4 dimensions and scales 1");
-    const Shape shape = {(scales_.shape[0] + kPanelColumns - 1) / kPanelColumns,
-                         (num_rows_ + kGroupRows - 1) / kGroupRows, kPanelColumns, kGroupRows};
-    runtime.require(panels_.shape == shape, "panels must be [ceil(N / 32), ceil(K / 4), 32, 4]");
+    runtime.require(panels_.shape == int8_panels_shape(num_rows_, scales_.shape[0]), kInt8PanelsMessage);
     runtime.require(ends_in_zeros(matrix(nullptr)), "panels must be zero past K");
     runtime.require(kActivation != Activation::kSwiGlu || scales_.shape[0] % (2 * kPanelColumns) == 0,
                     "N must be a multiple of 64, gates and ups");
@@ -104,6 +113,43 @@ class Int8Linear {
   std::vector<int32_t> offsets_;
 };
 
+// A matrix in int4: inputs 1 and 2, attributes K and N.
+class Int4Weight {
+ public:
+  Int4Weight(const Runtime& runtime, const ort::KernelInfo* info)
+      : num_rows_(runtime.attribute<int64_t>(info, "K", kInt4Block, kMax)),
+        num_columns_(runtime.attribute<int64_t>(info, "N", 1, kMax)),
+        panels_(runtime, info, 1),
+        scales_(runtime, info, 2),
+        resident_panels_(runtime.resident(info, 1, sizeof(uint8_t))),
+        resident_scales_(runtime.resident(info, 2, sizeof(uint16_t))) {
+    runtime.require(num_rows_ % kInt4Block == 0, "K must be a multiple of 32");
+  }
+
+  int64_t num_rows() const { return num_rows_; }
+  int64_t num_columns() const { return num_columns_; }
+
+  // Without bias and activation.
+  Int4Matrix get(const Runtime& runtime, ort::KernelContext* context) const {
+    const Tensor panels = panels_.get(runtime, context), scales = scales_.get(runtime, context);
+    const int64_t num_blocks = num_rows_ / kInt4Block;
+    const int64_t num_panels = (num_columns_ + kInt4PanelColumns - 1) / kInt4PanelColumns;
+    runtime.require(panels.shape == Shape{num_panels, num_blocks, 4, kInt4PanelColumns, 4} &&
+                        scales.shape == Shape{num_panels, num_blocks, kInt4PanelColumns},
+                    "panels must be [ceil(N / 16), K / 32, 4, 16, 4] and scales [ceil(N / 16), K / 32, 16]");
+    return {numbers<uint8_t>(resident_panels_, panels), numbers<uint16_t>(resident_scales_, scales),
+            num_rows_, num_columns_, nullptr, Activation::kNone};
+  }
+
+ private:
+  static constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
+
+  int64_t num_rows_, num_columns_;
+  Weight panels_, scales_;
+  std::shared_ptr<const void> resident_panels_;
+  std::shared_ptr<const void> resident_scales_;
+};
+
 // `Int4Linear(rows [..., K], panels [⌈N / 16⌉, K / 32, 4, 16, 4] uint8, scales [⌈N / 16⌉, K / 32, 16] float16) →
 // [..., N]`, and `BiasedInt4Linear` with a bias `[N]`; `Gelu` and `SwiGLU` as above. See int4_linear.h.
 template <bool kHasBias, Activation kActivation>
@@ -117,73 +163,156 @@ class Int4Linear {
   static constexpr ort::ElementType kOutputs[] = {ort::kFloat};
   static bool is_supported() { return can_multiply(); }
 
-  Int4Linear(const Runtime& runtime, const ort::KernelInfo* info)
-      : num_rows_(runtime.attribute<int64_t>(info, "K", kInt4Block, kMax)),
-        num_columns_(runtime.attribute<int64_t>(info, "N", 1, kMax)),
-        panels_(runtime, info, 1),
-        scales_(runtime, info, 2),
-        bias_(runtime, info, 3),
-        resident_panels_(runtime.resident(info, 1, sizeof(uint8_t))),
-        resident_scales_(runtime.resident(info, 2, sizeof(uint16_t))) {
-    runtime.require(num_rows_ % kInt4Block == 0, "K must be a multiple of 32");
-    runtime.require(kActivation != Activation::kSwiGlu || num_columns_ % (2 * kInt4PanelColumns) == 0,
+  Int4Linear(const Runtime& runtime, const ort::KernelInfo* info) : matrix_(runtime, info), bias_(runtime, info, 3) {
+    runtime.require(kActivation != Activation::kSwiGlu || matrix_.num_columns() % (2 * kInt4PanelColumns) == 0,
                     "N must be a multiple of 32, gates and ups");
   }
 
   void compute(const Runtime& runtime, ort::KernelContext* context) const {
-    const Tensor rows = input_rows(runtime, context, num_rows_), panels = panels_.get(runtime, context);
-    const Tensor scales = scales_.get(runtime, context);
-    const float* bias = bias_.get(runtime, context, num_columns_);
-    const int64_t num_blocks = num_rows_ / kInt4Block;
-    const int64_t num_panels = (num_columns_ + kInt4PanelColumns - 1) / kInt4PanelColumns;
-    runtime.require(panels.shape == Shape{num_panels, num_blocks, 4, kInt4PanelColumns, 4} &&
-                        scales.shape == Shape{num_panels, num_blocks, kInt4PanelColumns},
-                    "panels must be [ceil(N / 16), K / 32, 4, 16, 4] and scales [ceil(N / 16), K / 32, 16]");
-    const Int4Matrix matrix{numbers<uint8_t>(resident_panels_, panels), numbers<uint16_t>(resident_scales_, scales),
-                            num_rows_, num_columns_, bias, kActivation};
+    const Tensor rows = input_rows(runtime, context, matrix_.num_rows());
+    Int4Matrix matrix = matrix_.get(runtime, context);
+    matrix.bias = bias_.get(runtime, context, matrix.num_columns);
+    matrix.activation = kActivation;
     multiply_rows(runtime, context, rows, matrix);
+  }
+
+ private:
+  Int4Weight matrix_;
+  Bias<kHasBias> bias_;
+};
+
+// Computes output 0: for each id of input 0, that column of the matrix.
+template <typename Matrix>
+void look_up_ids(const Runtime& runtime, ort::KernelContext* context, const Matrix& matrix) {
+  const Tensor ids = runtime.input(context, 0);
+  const int64_t count = ids.shape.count();
+  const Tensor output = runtime.output(context, 0, ids.shape.with_appended(matrix.num_rows));
+  const auto is_column = [&](int64_t id) { return 0 <= id && id < matrix.num_columns; };
+  runtime.require(std::all_of(ids.as<int64_t>(), ids.as<int64_t>() + count, is_column), "ids must be from 0 to N - 1");
+  const SessionThreads threads{&runtime, context};
+  look_up(threads.parallel(), ids.as<int64_t>(), count, matrix, output.as<float>());
+}
+
+// `Int8Gather(ids [...] int64, panels, scales) → [..., K]`: columns of the matrix of an `Int8Linear`. See lookup.h.
+class Int8Gather {
+ public:
+  static constexpr char kName[] = "Int8Gather";
+  static constexpr Port kInputs[] = {{ort::kInt64}, {ort::kInt8}, {ort::kFloat}};
+  static constexpr ort::ElementType kOutputs[] = {ort::kFloat};
+  static bool is_supported() { return can_multiply(); }
+
+  Int8Gather(const Runtime& runtime, const ort::KernelInfo* info)
+      : num_rows_(runtime.attribute<int64_t>(info, "K", 1, kMax)),
+        panels_(runtime, info, 1),
+        scales_(runtime, info, 2),
+        resident_(runtime.resident(info, 1, sizeof(int8_t))) {}
+
+  void compute(const Runtime& runtime, ort::KernelContext* context) const {
+    const Tensor panels = panels_.get(runtime, context), scales = scales_.get(runtime, context);
+    runtime.require(scales.shape.size() == 1, "scales must have 1 dimension");
+    const int64_t num_columns = scales.shape[0];
+    runtime.require(panels.shape == int8_panels_shape(num_rows_, num_columns), kInt8PanelsMessage);
+    look_up_ids(runtime, context,
+                Int8Matrix{numbers<int8_t>(resident_, panels), num_rows_, num_columns, scales.as<float>(), nullptr,
+                           nullptr, Activation::kNone});
   }
 
  private:
   static constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
 
-  int64_t num_rows_, num_columns_;
+  int64_t num_rows_;
   Weight panels_, scales_;
-  Bias<kHasBias> bias_;
-  std::shared_ptr<const void> resident_panels_;
-  std::shared_ptr<const void> resident_scales_;
+  std::shared_ptr<const void> resident_;
 };
 
-// `Linear(rows [..., K], weight [N, K]) → [..., N]`, and `BiasedLinear` with a bias `[N]`; `Gelu` as above. See
-// float_linear.h.
-template <bool kHasBias, bool kHasGelu>
-class Linear {
+// `Int4Gather(ids [...] int64, panels, scales) → [..., K]`: columns of the matrix of an `Int4Linear`. See lookup.h.
+class Int4Gather {
  public:
-  static constexpr const char* kName =
-      kHasGelu ? (kHasBias ? "BiasedLinearGelu" : "LinearGelu") : kHasBias ? "BiasedLinear" : "Linear";
-  static constexpr std::array<Port, 2 + kHasBias> kInputs = {};
+  static constexpr char kName[] = "Int4Gather";
+  static constexpr Port kInputs[] = {{ort::kInt64}, {ort::kUint8}, {ort::kFloat16}};
   static constexpr ort::ElementType kOutputs[] = {ort::kFloat};
-  static bool is_supported() { return can_multiply_floats(); }
+  static bool is_supported() { return can_multiply(); }
 
-  Linear(const Runtime& runtime, const ort::KernelInfo* info)
-      : weight_(runtime, info, 1),
-        bias_(runtime, info, 2),
-        resident_(runtime.resident_rows(info, 1, sizeof(float), best_stride)) {}
+  Int4Gather(const Runtime& runtime, const ort::KernelInfo* info) : matrix_(runtime, info) {}
 
   void compute(const Runtime& runtime, ort::KernelContext* context) const {
+    look_up_ids(runtime, context, matrix_.get(runtime, context));
+  }
+
+ private:
+  Int4Weight matrix_;
+};
+
+template <typename Number>
+constexpr bool kIsBfloat16 = std::is_same_v<Number, Bfloat16>;
+
+// A matrix of floats: input 1, `[N, K]`.
+template <typename Number>
+class FloatWeight {
+ public:
+  FloatWeight(const Runtime& runtime, const ort::KernelInfo* info)
+      : weight_(runtime, info, 1), resident_(runtime.resident_rows(info, 1, sizeof(Number), best_stride<Number>)) {}
+
+  // Without bias and GELU.
+  FloatMatrix<Number> get(const Runtime& runtime, ort::KernelContext* context) const {
     const Tensor weight = weight_.get(runtime, context);
     runtime.require(weight.shape.size() == 2, "weight must be [N, K]");
-    const float* bias = bias_.get(runtime, context, weight.shape[0]);
     const int64_t width = weight.shape[1];
-    const FloatMatrix matrix{numbers<float>(resident_, weight), width, weight.shape[0],
-                             resident_ ? best_stride(width) : width, bias, kHasGelu};
-    multiply_rows(runtime, context, input_rows(runtime, context, width), matrix);
+    return {{width, weight.shape[0], nullptr, false},
+            numbers<Number>(resident_, weight),
+            resident_ ? best_stride<Number>(width) : width};
   }
 
  private:
   Weight weight_;
-  Bias<kHasBias> bias_;
   std::shared_ptr<const void> resident_;
+};
+
+// `Linear(rows [..., K], weight [N, K]) → [..., N]`, and `BiasedLinear` with a bias `[N]`; `Gelu` as above. `Bf16Linear`
+// is the same with a weight in bfloat16. See float_linear.h.
+template <typename Number, bool kHasBias, bool kHasGelu>
+class Linear {
+ public:
+  static constexpr const char* kNames[][2][2] = {
+      {{"Linear", "LinearGelu"}, {"BiasedLinear", "BiasedLinearGelu"}},
+      {{"Bf16Linear", "Bf16LinearGelu"}, {"BiasedBf16Linear", "BiasedBf16LinearGelu"}}};
+  static constexpr const char* kName = kNames[kIsBfloat16<Number>][kHasBias][kHasGelu];
+  static constexpr std::array<Port, 2 + kHasBias> kInputs = {{{}, {kIsBfloat16<Number> ? ort::kBfloat16 : ort::kFloat}}};
+  static constexpr ort::ElementType kOutputs[] = {ort::kFloat};
+  static bool is_supported() { return can_multiply_floats(); }
+
+  Linear(const Runtime& runtime, const ort::KernelInfo* info) : weight_(runtime, info), bias_(runtime, info, 2) {}
+
+  void compute(const Runtime& runtime, ort::KernelContext* context) const {
+    FloatMatrix<Number> matrix = weight_.get(runtime, context);
+    matrix.bias = bias_.get(runtime, context, matrix.num_columns);
+    matrix.is_gelu = kHasGelu;
+    multiply_rows(runtime, context, input_rows(runtime, context, matrix.num_rows), matrix);
+  }
+
+ private:
+  FloatWeight<Number> weight_;
+  Bias<kHasBias> bias_;
+};
+
+// `Gather(ids [...] int64, weight [N, K]) → [..., K]`, and `Bf16Gather`: columns of the matrix of a `Linear` or
+// `Bf16Linear`. See lookup.h.
+template <typename Number>
+class Gather {
+ public:
+  static constexpr const char* kName = kIsBfloat16<Number> ? "Bf16Gather" : "Gather";
+  static constexpr Port kInputs[] = {{ort::kInt64}, {kIsBfloat16<Number> ? ort::kBfloat16 : ort::kFloat}};
+  static constexpr ort::ElementType kOutputs[] = {ort::kFloat};
+  static bool is_supported() { return can_multiply_floats(); }
+
+  Gather(const Runtime& runtime, const ort::KernelInfo* info) : weight_(runtime, info) {}
+
+  void compute(const Runtime& runtime, ort::KernelContext* context) const {
+    look_up_ids(runtime, context, weight_.get(runtime, context));
+  }
+
+ private:
+  FloatWeight<Number> weight_;
 };
 
 // `com.microsoft.GroupQueryAttention`, as far as exported graphs use it; see attention.h. Number is the type of cached

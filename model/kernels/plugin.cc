@@ -74,14 +74,16 @@ struct Supported {
 };
 
 using Operators =
-    Supported<Linear<false, false>, Linear<true, false>, Linear<false, true>, Linear<true, true>,
+    Supported<Linear<float, false, false>, Linear<float, true, false>, Linear<float, false, true>,
+              Linear<float, true, true>, Linear<Bfloat16, false, false>, Linear<Bfloat16, true, false>,
+              Linear<Bfloat16, false, true>, Linear<Bfloat16, true, true>,
               Int8Linear<false, Activation::kNone>, Int8Linear<true, Activation::kNone>,
               Int8Linear<false, Activation::kGelu>, Int8Linear<true, Activation::kGelu>,
               Int8Linear<false, Activation::kSwiGlu>, Int8Linear<true, Activation::kSwiGlu>,
               Int4Linear<false, Activation::kNone>, Int4Linear<true, Activation::kNone>,
               Int4Linear<false, Activation::kGelu>, Int4Linear<true, Activation::kGelu>,
               Int4Linear<false, Activation::kSwiGlu>, Int4Linear<true, Activation::kSwiGlu>,
-              GroupQueryAttention, Int8CacheAttention, SwiGlu, AddNorm<false>, AddNorm<true>>;
+              Gather<float>, Gather<Bfloat16>, Int8Gather, Int4Gather, GroupQueryAttention, Int8CacheAttention, SwiGlu, AddNorm<false>, AddNorm<true>>;
 
 // Adds the operators to a session's options. Sessions keep a pointer to the domain, so all share one that is never
 // freed.

@@ -9,8 +9,9 @@
 
 namespace onward {
 
-// A copy of `size` bytes, aligned to a cache line. If the bytes are a mapped file's, their pages are released: a later
-// read loads them from the file again. Throws `std::bad_alloc`.
+// A copy of `size` bytes, aligned to a cache line; callers that pass the same bytes of the same place share one. If the
+// bytes are a mapped file's, their pages are released: a later read loads them from the file again. Throws
+// `std::bad_alloc`.
 std::shared_ptr<const void> make_resident(const void* bytes, size_t size);
 
 // The same for rows of `width` bytes, `pitch` bytes apart in the copy.

@@ -9,6 +9,7 @@
 #include <memory>
 #include <new>
 #include <sstream>
+#include <stdexcept>
 #include <type_traits>
 
 #include "checked.h"
@@ -53,6 +54,14 @@ class Shape {
   int64_t count() const { return leading(rank_); }
   int64_t num_rows() const { return leading(rank_ - 1); }
 
+  // With one dimension more. Throws if there are too many.
+  Shape with_appended(int64_t last) const {
+    if (rank_ == kMaxDimensions) throw std::length_error("tensors must have 8 dimensions at most");
+    Shape shape = *this;
+    shape.dimensions_[shape.rank_++] = last;
+    return shape;
+  }
+
   Shape with_last(int64_t last) const {
     Shape shape = *this;
     shape.dimensions_[rank_ - 1] = last;
@@ -85,7 +94,18 @@ struct Tensor {
 
 // Bytes of an element of the types that ports have.
 constexpr size_t num_bytes(ort::ElementType type) {
-  return type == ort::kUint8 || type == ort::kInt8 ? 1 : type == ort::kFloat16 ? 2 : 4;
+  switch (type) {
+    case ort::kUint8:
+    case ort::kInt8:
+      return 1;
+    case ort::kFloat16:
+    case ort::kBfloat16:
+      return 2;
+    case ort::kInt64:
+      return 8;
+    default:
+      return 4;
+  }
 }
 
 // ONNX Runtime's functions; a status other than success is thrown as `StatusError`.

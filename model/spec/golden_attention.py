@@ -39,6 +39,7 @@ class AttentionTolerance:
 
 ATTENTION_TOLERANCES: Mapping[Precision, AttentionTolerance] = {
     Precision.FP32: AttentionTolerance(absolute=1e-5, relative=1e-4),
+    Precision.BF16: AttentionTolerance(absolute=1.0, relative=0.03),
     Precision.INT8: AttentionTolerance(absolute=1.0, relative=0.1),
     Precision.INT4: AttentionTolerance(absolute=1.0, relative=0.5),
 }

@@ -546,7 +546,7 @@ class GetModelResponse(_message.Message):
     device: _builtins.str
     """Device the graphs were built for: "cpu" or "cuda"."""
     precision: _builtins.str
-    """Arithmetic of the matrix products: "fp32", "int8", "int4", "fp16" or "bf16"."""
+    """Precision of the weights: "fp32", "bf16", "int8", "int4" or, on a GPU, "fp16" or "bf16"."""
     prefill_provider: _builtins.str
     """Provider that computes prompts: "cpu" or, with all the rest, "cuda"."""
     kv_memory_used_bytes: _builtins.int

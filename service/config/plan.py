@@ -40,5 +40,5 @@ class PlanConfig:
     kv_memory: Annotated[int | None, _memory("bytes of K/V; default: what `serve` would choose", num_bytes)] = None
     max_batch_size: Annotated[int, _limits("sequences that run at once, per model", integer(1, 1024))] = 32
     prefill_chunk: Annotated[int, _limits("prompt tokens per step", integer(1, 65536))] = CHUNK_ON_CPU
-    precision: Annotated[Precision, _export("fp32, int8 or int4", _precision)] = Precision.INT8
+    precision: Annotated[Precision, _export(", ".join(CPU_PRECISIONS), _precision)] = Precision.INT8
     kv_cache: Annotated[KVPrecision, _export("precision of K/V: fp32 or int8", _kv_precision)] = KVPrecision.FP32

@@ -53,8 +53,8 @@ _FLOAT_BYTES = 4
 _TOKEN_BYTES = 768
 # Logits of golden cases, PyTorch's and the export's.
 _NUM_GOLDEN_LOGITS = 96
-# Bytes of a quantized weight: int4 has a float16 scale for each block of 32.
-_PRODUCT_BYTES = {Precision.FP32: 4.0, Precision.INT8: 1.0, Precision.INT4: 0.5 + 2 / 32}
+# Bytes of a weight, with int4's float16 scale for each block of 32, without int8's scale for each column.
+_WEIGHT_BYTES = {Precision.FP32: 4.0, Precision.BF16: 2.0, Precision.INT8: 1.0, Precision.INT4: 0.5 + 2 / 32}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,14 +301,17 @@ def _step_bytes(config: ModelConfig, num_rows: int, num_chunked: int) -> int:
 
 
 def _weight_bytes(config: ModelConfig, precision: Precision) -> int:
-    """Weights in an artifact's files: products with them in `precision`, tables in float32.
+    """Weights in an artifact's files: products with them and tables of tokens in `precision`, positions in float32.
 
-    A quantized head that is tied to the table has a copy of it. The encoder's graph has a table of its own.
+    A head that is tied to the table shares it. The encoder's graph has a table of its own.
     """
-    is_shared = config.tie_embeddings and precision is Precision.FP32
-    head = 0 if is_shared else config.d_model * config.vocab_size
-    products = num_parameters(config) - num_embedding_parameters(config) + head
-    tokens = config.vocab_size + (config.source_vocab_size if config.is_encoder_decoder else 0)
-    positions = config.context + (config.source_context if config.is_encoder_decoder else 0)
+    tokens = config.vocab_size * (1 if config.tie_embeddings else 2)
+    positions = config.context
+    if config.is_encoder_decoder:
+        tokens += config.source_vocab_size
+        positions += config.source_context
+    weights = num_parameters(config) - num_embedding_parameters(config) + tokens * config.d_model
     width = config.head_dim if config.positions is Positions.ROTARY else config.d_model
-    return int(products * _PRODUCT_BYTES[precision]) + _FLOAT_BYTES * (tokens * config.d_model + positions * width)
+    # As if each column had as many numbers as those of most matrices.
+    num_scales = weights // config.d_model if precision is Precision.INT8 else 0
+    return int(weights * _WEIGHT_BYTES[precision]) + _FLOAT_BYTES * (num_scales + positions * width)

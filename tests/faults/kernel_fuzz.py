@@ -29,17 +29,17 @@ from export.operators import (
     ADD_LAYER_NORM,
     ADD_RMS_NORM,
     ATTENTION,
+    BF16_LINEAR,
     BIASED,
     DOMAIN,
-    INT4_BLOCK,
+    GATHER,
     INT4_LINEAR,
     INT8_ATTENTION,
     INT8_LINEAR,
+    LINEAR,
     SWIGLU,
-    pack_int4_panels,
-    pack_int4_scales,
-    pack_panels,
 )
+from export.panels import BFLOAT16, INT4_BLOCK, pack_int4_panels, pack_int4_scales, pack_panels
 
 Array = npt.NDArray[Any]
 
@@ -79,6 +79,8 @@ def draw(rng: np.random.Generator, operators: Sequence[str]) -> tuple[Case, bool
     kind = str(rng.choice(operators))
     if kind in (ATTENTION, INT8_ATTENTION):
         case = _attention(rng, kind)
+    elif kind.endswith(GATHER):
+        case = _gather(rng, kind)
     elif kind in (SWIGLU, ADD_RMS_NORM, ADD_LAYER_NORM):
         case = _rows(rng, kind)
     else:
@@ -121,11 +123,22 @@ def _product(rng: np.random.Generator, kind: str) -> Case:
         inputs = [panels, rng.uniform(0.001, 0.1, outer).astype(np.float32)]
         attributes = {"step": 1 / 127, "zero": 128, "K": inner}
     else:
-        inputs = [_numbers(rng, outer, inner)]
+        weight = _numbers(rng, outer, inner)
+        inputs = [weight.astype(BFLOAT16) if BF16_LINEAR in kind else weight]
     inputs += [_numbers(rng, outer)] if kind.startswith(BIASED) else []
     inputs.insert(0, _numbers(rng, *_leading(rng), inner))
     is_stored = INT8_LINEAR in kind or rng.random() < 0.8
     return Case(kind, attributes, inputs, set(range(1, len(inputs))) if is_stored else set(), 1)
+
+
+def _gather(rng: np.random.Generator, kind: str) -> Case:
+    """Columns of a product's matrix."""
+    case = _product(rng, kind.replace(GATHER, LINEAR))
+    last = case.inputs[-1]  # scales or, of floats, the matrix
+    outer = case.attributes.get("N", 0 if last is None else len(last))
+    attributes = {name: value for name, value in case.attributes.items() if name in ("K", "N")}
+    ids = rng.integers(0, outer, _leading(rng))
+    return Case(kind, attributes, [ids, *case.inputs[1:]], case.stored, 1)
 
 
 def _rows(rng: np.random.Generator, kind: str) -> Case:
@@ -239,6 +252,9 @@ def _spoil_values(rng: np.random.Generator, case: Case) -> None:
         return
     array = case.inputs[index] = array.copy()
     places = rng.integers(0, array.size, int(rng.choice([1, 3, array.size])))
+    if array.dtype == BFLOAT16:
+        array.reshape(-1)[places] = rng.choice(np.float32(_FLOATS), len(places)).astype(BFLOAT16)
+        return
     if array.dtype.kind == "f":
         values: Sequence[float] = _FLOATS
     elif array.dtype == np.int32:
@@ -304,17 +320,24 @@ def run(case: Case, library: str, *, threads: int, leaves_weights: bool) -> list
     options.enable_cpu_mem_arena = options.enable_mem_pattern = options.enable_mem_reuse = False
     options.add_session_config_entry("session.disable_prepacking", str(int(leaves_weights)))
     options.register_custom_ops_library(library)
-    feeds = {name: each for name, each in there.items() if name not in stored}
+    feeds = {name: _fed(each) for name, each in there.items() if name not in stored}
     try:
         session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
         once = [each.tobytes() for each in session.run(None, feeds)]
-        again = [each.tobytes() for each in session.run(None, {name: each.copy() for name, each in feeds.items()})]
+        again = [each.tobytes() for each in session.run(None, {name: _fed(there[name].copy()) for name in feeds})]
     except Exception as error:
         if not type(error).__module__.startswith("onnxruntime"):
             raise
         raise Refused(str(error)) from error
     assert once == again, "the same inputs gave other bits"
     return once
+
+
+def _fed(array: Array) -> Any:
+    """What a session takes: bfloat16 is no type of NumPy's own."""
+    if array.dtype != BFLOAT16:
+        return array
+    return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array.view(np.uint16), TensorProto.BFLOAT16)
 
 
 def main(argv: Sequence[str]) -> None:

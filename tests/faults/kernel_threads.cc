@@ -1,6 +1,6 @@
 // Every kernel by four threads, for two callers at once, as many rounds as the argument says: a program for
 // ThreadSanitizer, which ONNX Runtime and Python are not built for. The threads are lent as a session lends its own.
-// Exits with 1 where a caller gets other bits than one thread gives.
+// Exits with 1 where a caller gets other bits than one thread gives, or copies of weights are not shared as they should.
 
 #include <algorithm>
 #include <atomic>
@@ -15,6 +15,7 @@
 #include "float_linear.h"
 #include "int4_linear.h"
 #include "linear.h"
+#include "lookup.h"
 #include "resident.h"
 #include "rows.h"
 
@@ -88,8 +89,15 @@ Floats compute(int threads, uint32_t seed) {
   if (onward::can_multiply_floats()) {
     const Floats weights = draw<float>(kInner * kOuter, seed + 8);
     const auto copy = onward::make_resident(weights.data(), weights.size() * sizeof(float));
-    const onward::FloatMatrix matrix{static_cast<const float*>(copy.get()), kInner, kOuter, kInner, bias.data(), true};
+    const onward::FloatProduct product{kInner, kOuter, bias.data(), true};
+    const onward::FloatMatrix<float> matrix{product, static_cast<const float*>(copy.get()), kInner};
     onward::multiply(parallel, rows.data(), kRows, matrix, output.data());
+    keep(output);
+    std::vector<onward::Bfloat16> halves(weights.size());
+    for (size_t i = 0; i < halves.size(); ++i)
+      std::memcpy(&halves[i], reinterpret_cast<const char*>(&weights[i]) + sizeof halves[i], sizeof halves[i]);
+    const onward::FloatMatrix<onward::Bfloat16> half{product, halves.data(), kInner};
+    onward::multiply(parallel, rows.data(), kRows, half, output.data());
     keep(output);
   }
   if (onward::can_multiply()) {
@@ -109,6 +117,13 @@ Floats compute(int threads, uint32_t seed) {
     onward::Int4Matrix nibbles{codes.data(), halves.data(), kInner, kOuter, nullptr, {}};
     onward::multiply(parallel, rows.data(), kRows, nibbles, output.data());
     keep(output);
+    std::vector<int64_t> ids(kRows);
+    Floats found(kRows * kInner);
+    for (int64_t row = 0; row < kRows; ++row) ids[row] = 7 * row % kGated;
+    onward::look_up(parallel, ids.data(), kRows, bytes, found.data());
+    keep(found);
+    onward::look_up(parallel, ids.data(), kRows, nibbles, found.data());
+    keep(found);
     nibbles.num_columns = kGated, nibbles.activation = onward::Activation::kSwiGlu;
     onward::multiply(parallel, rows.data(), kRows, nibbles, output.data());
     keep(output);
@@ -134,6 +149,16 @@ Floats compute(int threads, uint32_t seed) {
 
 }  // namespace
 
+// Whether equal bytes share a copy, and changed ones at their place get a new one.
+bool shares_copies() {
+  Floats weights = draw<float>(1 << 14, 0);
+  const auto make = [&] { return onward::make_resident(weights.data(), 1024, 64, 1088); };
+  const auto first = make(), second = make();
+  weights.back() += 1;
+  const auto other = make();
+  return first == second && other != first && static_cast<const float*>(other.get())[63 * 272 + 255] == weights.back();
+}
+
 int main(int, char** arguments) {
   const int num_rounds = std::atoi(arguments[1]);
   // Callers' numbers differ: what one writes into the other's memory is seen, even where ThreadSanitizer sees no write,
@@ -153,5 +178,5 @@ int main(int, char** arguments) {
   }
   for (auto& caller : callers) caller.join();
   std::printf("%zu numbers, %d of %d rounds wrong\n", expected[0].size(), num_wrong.load(), kCallers * num_rounds);
-  return num_wrong != 0;
+  return num_wrong != 0 || !shares_copies();
 }

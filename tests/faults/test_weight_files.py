@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from model.spec.artifact import Precision
+from model.spec.artifact import CPU_PRECISIONS, Precision
 from onward.v1 import generation_pb2 as pb
 from onward.v1 import model_pb2
 from onward.v1.generation_pb2_grpc import GenerationServiceStub
@@ -52,7 +52,7 @@ def _answers(server: ServerProcess, model: str) -> list[tuple[tuple[int, ...], t
 
 
 @pytest.mark.parametrize("kernels", ["auto", "standard"])
-@pytest.mark.parametrize("precision", [Precision.FP32, Precision.INT8, Precision.INT4])
+@pytest.mark.parametrize("precision", CPU_PRECISIONS)
 @pytest.mark.sampled(1)
 def test_weights_overwritten_truncated_and_removed_under_a_running_model_leave_its_answers_bit_identical(
     tmp_path: Path, precision: Precision, kernels: str

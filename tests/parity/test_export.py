@@ -24,6 +24,7 @@ from export.graphs import unsupported
 from export.operators import (
     ADD_LAYER_NORM,
     ADD_RMS_NORM,
+    BF16_LINEAR,
     BIASED,
     DOMAIN,
     GELU,
@@ -38,7 +39,7 @@ from model import checkpoint
 from model.checkpoint import WEIGHTS
 from model.nn import reference
 from model.spec import artifact, golden
-from model.spec.artifact import DECODER, ENCODER, Device, Precision
+from model.spec.artifact import CPU_PRECISIONS, DECODER, ENCODER, Device, Precision
 from model.spec.cost import num_parameters
 from tests.artifacts import (
     ADDITIVE,
@@ -318,9 +319,15 @@ def test_what_follows_the_last_attention_is_computed_of_wanted_tokens_alone(fami
     assert found == {*behind, *before}
 
 
-@pytest.mark.parametrize("precision", [Precision.FP32, Precision.INT8, Precision.INT4])
+@pytest.mark.parametrize("precision", CPU_PRECISIONS)
 def test_every_layer_has_the_operators_that_several_are_fused_into(precision: Precision) -> None:
-    kind = {Precision.FP32: LINEAR, Precision.INT8: INT8_LINEAR, Precision.INT4: INT4_LINEAR}[precision]
+    kinds = {
+        Precision.FP32: LINEAR,
+        Precision.BF16: BF16_LINEAR,
+        Precision.INT8: INT8_LINEAR,
+        Precision.INT4: INT4_LINEAR,
+    }
+    kind = kinds[precision]
     gelu, swiglu = tiny_artifact("decoder-only", precision, **LEARNED), tiny_artifact("decoder-only", precision)
     num_layers = artifact.load(gelu).config.num_layers
     found = Counter(node.op_type for node in onnx.load(gelu / "decoder.onnx", load_external_data=False).graph.node)
@@ -328,7 +335,7 @@ def test_every_layer_has_the_operators_that_several_are_fused_into(precision: Pr
     assert found[ADD_LAYER_NORM] == 2 * num_layers
     assert found[GELU] == found["Add"] - 1 == 0, "but for positions nothing is added by itself"
     found = Counter(node.op_type for node in onnx.load(swiglu / "decoder.onnx", load_external_data=False).graph.node)
-    gate = SWIGLU if kind == LINEAR else f"{kind}{SWIGLU}"
+    gate = SWIGLU if kind in (LINEAR, BF16_LINEAR) else f"{kind}{SWIGLU}"
     assert (found[gate], found[ADD_RMS_NORM]) == (num_layers, 2 * num_layers)
     assert found["Mul"] == found["Sigmoid"] == found["Split"] == 0
 

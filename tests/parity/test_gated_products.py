@@ -9,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
+from export.functions import add_functions
 from export.fusion import fuse
-from export.operators import DOMAIN, GATED_COLUMNS, INT4_BLOCK, INT4_LINEAR, INT8_LINEAR, SWIGLU, add_functions
+from export.operators import DOMAIN, GATED_COLUMNS, INT4_LINEAR, INT8_LINEAR, SWIGLU
+from export.panels import INT4_BLOCK
 from tests.own_operators import NEEDS_KERNELS, int4_linear, int8_linear, open_session
 
 pytestmark = NEEDS_KERNELS

@@ -72,7 +72,7 @@ SHAPES: list[Shape] = [
 WINDOWED_SHAPE: Shape = (96, 3, 1, 130, 97, "windowed")
 
 
-FP32, INT8, INT4 = Precision.FP32, Precision.INT8, Precision.INT4
+FP32, BF16, INT8, INT4 = Precision.FP32, Precision.BF16, Precision.INT8, Precision.INT4
 KV_FP32, KV_INT8 = KVPrecision.FP32, KVPrecision.INT8
 
 
@@ -87,6 +87,8 @@ by_decoder = pytest.mark.parametrize(
         *(("decoder-only", shape, INT8) for shape in SHAPES[:3]),
         *(("encoder-decoder", shape, INT8) for shape in (SHAPES[0], *SHAPES[3:])),
         ("decoder-only", ADDITIVE_SHAPE, INT8),
+        ("decoder-only", SHAPES[2], BF16),
+        ("encoder-decoder", SHAPES[0], BF16),
         ("decoder-only", SHAPES[1], INT4),
         ("encoder-decoder", SHAPES[3], INT4),
     ],

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from export.operators import INT4_BLOCK
+from export.panels import INT4_BLOCK
 from model import kernels
 from tests.environment import environment
 from tests.faults.sanitized import build, sources_with_tiles

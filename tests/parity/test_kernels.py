@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
+from export.functions import add_functions
 from export.fusion import fuse
 from export.operators import (
     ADD_LAYER_NORM,
@@ -23,13 +24,12 @@ from export.operators import (
     CONTRIB,
     DOMAIN,
     GELU,
-    INT4_BLOCK,
     INT4_LINEAR,
     INT8_LINEAR,
     LINEAR,
     SWIGLU,
-    add_functions,
 )
+from export.panels import INT4_BLOCK
 from export.quantize import quantize
 from model.spec.artifact import Precision
 from tests.own_operators import (

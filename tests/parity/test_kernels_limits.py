@@ -13,18 +13,8 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from export.operators import (
-    ADD_LAYER_NORM,
-    ADD_RMS_NORM,
-    ATTENTION,
-    DOMAIN,
-    INT4_LINEAR,
-    INT8_LINEAR,
-    LINEAR,
-    PANEL_COLUMNS,
-    SWIGLU,
-    pack_panels,
-)
+from export.operators import ADD_LAYER_NORM, ADD_RMS_NORM, ATTENTION, DOMAIN, INT4_LINEAR, INT8_LINEAR, LINEAR, SWIGLU
+from export.panels import PANEL_COLUMNS, pack_panels
 from export.quantize import quantize
 from model.spec.artifact import Precision
 from tests.own_operators import (

@@ -58,7 +58,12 @@ def changed(folder: Path) -> Iterator[tuple[str, str, str, Any]]:
 @pytest.mark.parametrize("family", list(Architecture))
 @pytest.mark.parametrize(
     ("precision", "kv"),
-    [(Precision.INT8, KVPrecision.FP32), (Precision.INT4, KVPrecision.FP32), (Precision.INT4, KVPrecision.INT8)],
+    [
+        (Precision.BF16, KVPrecision.FP32),
+        (Precision.INT8, KVPrecision.FP32),
+        (Precision.INT4, KVPrecision.FP32),
+        (Precision.INT4, KVPrecision.INT8),
+    ],
 )
 def test_a_proof_refuses_every_mutant(
     family: Architecture, precision: Precision, kv: KVPrecision, request: pytest.FixtureRequest, tmp_path: Path
@@ -91,11 +96,13 @@ def test_a_proof_refuses_a_wrong_row_of_any_token(
     draw = random.Random(f"{request.config.getoption('randomly_seed', 0)}")
     for file in ("decoder.onnx", "encoder.onnx")[: len(load(folder).graphs)]:
         (name,) = (
-            each.name for each in onnx.load(folder / file).graph.initializer if each.name.endswith(".tokens.weight")
+            each.name
+            for each in onnx.load(folder / file).graph.initializer
+            if each.name.endswith("tokens.weight_scale")
         )
         for token in (load(folder).config.bos_id, *draw.sample(range(load(folder).config.vocab_size), 8)):
             mutant = Path(shutil.copytree(folder, tmp_path / "mutant"))
-            change_tensor(mutant, file, name, lambda rows, token=token: rows * (np.arange(len(rows)) != token)[:, None])
+            change_tensor(mutant, file, name, lambda scales, token=token: scales * (np.arange(len(scales)) != token))
             report = verify(mutant, lambda _: None)
             assert report.failed, f"{file}: token {token}"
             assert any(name.startswith("every-token") for name in report.failed)

@@ -33,7 +33,7 @@ QUANTIZED = [name for name, (_, overrides) in VARIANTS.items() if {"precision", 
 
 
 @pytest.mark.parametrize("family", [DECODER_ONLY, ENCODER_DECODER])
-@pytest.mark.parametrize("precision", [Precision.INT8, Precision.INT4])
+@pytest.mark.parametrize("precision", [Precision.BF16, Precision.INT8, Precision.INT4])
 def test_pytorch_with_the_stored_weights_answers_as_the_graph_does(family: str, precision: Precision) -> None:
     for folder in (tiny_artifact(family, precision), tiny_artifact(family, precision, KVPrecision.INT8)):
         report = json.loads((folder / artifact.PARITY).read_text())["oracle"]

@@ -27,20 +27,22 @@ from export.job import ParityError
 from export.operators import (
     ATTENTION,
     BIASED,
-    GROUP_ROWS,
-    INT4_BLOCK,
+    DOMAIN,
+    GATHER,
+    INT4_GATHER,
     INT4_LINEAR,
-    INT4_PANEL_COLUMNS,
     INT8_ATTENTION,
+    INT8_GATHER,
     INT8_LINEAR,
     LEAST_PEAK,
     LINEAR,
-    PANEL_COLUMNS,
     SWIGLU,
 )
-from export.quantize import quantize, quantize_blocks, quantize_columns, quantize_file
+from export.panels import GROUP_ROWS, INT4_BLOCK, INT4_PANEL_COLUMNS, PANEL_COLUMNS
+from export.quantize import quantize, quantize_file
 from export.quantize_kv import calibrate, quantize_kv, quantize_sources
 from export.verify import Verdict, replay, verify
+from export.weight_quantization import quantize_blocks, quantize_columns
 from model import checkpoint
 from model.nn import reference
 from model.spec import artifact, golden
@@ -251,9 +253,10 @@ def test_every_product_with_a_weight_is_rewritten_and_nothing_else(family: str, 
         assert len({node.name for node in after.node}) == len(after.node)
         weights, kept = _stored(before), _stored(after)
         multiplied = {node.input[1] for node in products}
-        looked_up = {node.input[0] for node in before.node if node.op_type == "Gather"}
+        (tokens,) = (node.input[1] for node in before.node if node.op_type == GATHER and node.domain == DOMAIN)
+        assert found[{8: INT8_GATHER, 4: INT4_GATHER}[bits]] == 1
         for tensor, values in weights.items():
-            assert (tensor in kept) == (tensor not in multiplied or tensor in looked_up), tensor
+            assert (tensor in kept) == (tensor not in {*multiplied, tokens}), tensor
             if tensor in kept:
                 np.testing.assert_array_equal(kept[tensor], values)
         for node in products:
@@ -291,8 +294,8 @@ def test_quantize_leaves_its_argument_alone() -> None:
     assert products == [node.op_type for node in model.graph.node if node.op_type.endswith(LINEAR)], "own already"
     assert quantize(model, Precision.INT8).SerializeToString() != before
     assert model.SerializeToString() == before
-    with pytest.raises(ValueError, match="bf16"):
-        quantize(model, Precision.BF16)
+    with pytest.raises(ValueError, match="fp16"):
+        quantize(model, Precision.FP16)
 
 
 @pytest.mark.parametrize("precision", LOW)
@@ -342,7 +345,7 @@ def test_export_refuses_by_name_what_has_no_kernels(tmp_path: Path, capsys: pyte
     score = "int8 K/V is for dot-product attention, this model's score is additive"
     fp32, int8 = KVPrecision.FP32, KVPrecision.INT8
     for config, precision, kv_precision, problems in (
-        (dot, Precision.FP16, fp32, ["precision fp16 is not for cpu, only fp32, int8, int4"]),
+        (dot, Precision.FP16, fp32, ["precision fp16 is not for cpu, only fp32, bf16, int8, int4"]),
         (dot, Precision.INT4, int8, []),
         (additive, Precision.INT8, fp32, []),
         (additive, Precision.INT4, fp32, unequal),

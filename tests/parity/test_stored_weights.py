@@ -45,7 +45,11 @@ SLOTS = [
     pytest.param(family, precision, kv, overrides, id=f"{family}-{precision}-{kv}-{number}")
     for number, (family, precision, kv, overrides) in enumerate(
         [
-            *((family, precision, KVPrecision.FP32, {}) for family in Architecture for precision in ("int8", "int4")),
+            *(
+                (family, precision, KVPrecision.FP32, {})
+                for family in Architecture
+                for precision in ("bf16", "int8", "int4")
+            ),
             *((family, "int4", KVPrecision.INT8, {}) for family in Architecture),
             (DECODER_ONLY, "int4", KVPrecision.FP32, NARROW),
             (DECODER_ONLY, "int4", KVPrecision.FP32, LEARNED),
@@ -86,9 +90,9 @@ def mutants(tensors: dict[str, Values], name: str) -> Iterator[tuple[str, Values
     yield from ((what, each) for what, each in wrong.items() if not np.array_equal(each, values))
 
 
-def problems_of(folder: Path, files: list[str], model: Transformer, precision: Precision) -> str:
+def problems_of(folder: Path, files: list[str], model: Transformer) -> str:
     try:
-        compare(folder, files, model, precision)
+        compare(folder, files, model)
     except StoredWeightsError as error:
         return str(error)
     return ""
@@ -113,7 +117,7 @@ def test_every_wrong_tensor_is_named(
     folder = tiny_artifact(family, Precision(precision), kv, **overrides)
     model, files = random_model(tiny_config(family, **overrides)), files_of(folder)
     graphs = copied(folder)
-    assert compare(tmp_path, files, model, Precision(precision)) == compare(folder, files, model, Precision(precision))
+    assert compare(tmp_path, files, model) == compare(folder, files, model)
     all_wrong = [
         (path, tensor, what, wrong)
         for path, graph in graphs.items()
@@ -132,7 +136,7 @@ def test_every_wrong_tensor_is_named(
         onnx.save(graphs[path], path)
         # Problems name the module; a tied or rearranged weight has other endings.
         module = tensor.name.partition("_residual")[0].partition(".weight")[0]
-        if module not in problems_of(tmp_path, files, model, Precision(precision)):
+        if module not in problems_of(tmp_path, files, model):
             passed.append(f"{tensor.name} {what}")
         tensor.ParseFromString(right)
         onnx.save(graphs[path], path)
@@ -145,12 +149,13 @@ def test_every_wrong_tensor_is_named(
 def test_graphs_for_a_device_store_the_rounded_weights(family: Architecture, precision: Precision) -> None:
     folder = paged_artifact(family, Device.CUDA, precision, block_size=256)
     model, files = random_model(tiny_config(family)), files_of(folder)
-    found = compare(folder, files, model, precision)
+    dtype = {Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16}[precision]
+    found = compare(folder, files, model, dtype)
     assert (found.num_tensors >= len(list(model.parameters())), found.max_relative_rms) == (True, 0.0)
     with pytest.raises(StoredWeightsError, match=r"values are not the checkpoint's"):
-        compare(folder, files, model, Precision.FP32)
+        compare(folder, files, model)
     with pytest.raises(StoredWeightsError, match=r"values are not the checkpoint's"):
-        compare(folder, files, random_model(tiny_config(family), seed=1), precision)
+        compare(folder, files, random_model(tiny_config(family), seed=1), dtype)
 
 
 def test_a_weight_that_is_missing_or_read_with_anothers_scales_is_named(
@@ -163,7 +168,7 @@ def test_a_weight_that_is_missing_or_read_with_anothers_scales_is_named(
     node.input[1] = "layers.1.self_attention.qkv.weight_int8"
     onnx.save(graph, path)
     with pytest.raises(StoredWeightsError, match=r"layers\.1\.self_attention\.qkv\.weight: a node reads it"):
-        compare(tmp_path, files, model, Precision.INT8)
+        compare(tmp_path, files, model)
     shutil.copyfile(folder / files[0], path)
     shutil.copyfile(folder / f"{files[0]}.data", path.with_name(f"{files[0]}.data"))
     graph = onnx.load(path)
@@ -171,12 +176,22 @@ def test_a_weight_that_is_missing_or_read_with_anothers_scales_is_named(
     graph.graph.initializer.remove(norm)
     onnx.save(graph, path)
     with pytest.raises(StoredWeightsError, match=r"final_norm\.weight is in no graph"):
-        compare(tmp_path, files, model, Precision.INT8)
+        compare(tmp_path, files, model)
     norm.name = "anothers_norm.weight"
     graph.graph.initializer.append(norm)
     onnx.save(graph, path)
     with pytest.raises(StoredWeightsError, match=r"anothers_norm\.weight: the checkpoint has no weight of this name"):
-        compare(tmp_path, files, model, Precision.INT8)
+        compare(tmp_path, files, model)
+
+
+@pytest.mark.parametrize("precision", CPU_PRECISIONS[1:])
+def test_a_matrix_or_table_that_stays_in_float32_is_named(precision: Precision) -> None:
+    folder = tiny_artifact(DECODER_ONLY)
+    with pytest.raises(StoredWeightsError) as refused:
+        compare(folder, files_of(folder), random_model(tiny_config(DECODER_ONLY)), precision=precision)
+    named = {problem.split(": ")[1] for problem in refused.value.problems}
+    assert {"embedding.tokens.weight", "layers.1.feed_forward.down.weight"} <= named
+    assert not any("norm" in name for name in named)
 
 
 @pytest.mark.parametrize("precision", CPU_PRECISIONS)
@@ -191,7 +206,7 @@ def test_a_bias_of_zeros_is_in_no_graph_and_need_not_be(precision: Precision, tm
     checkpoint.save(tmp_path / "zero", model, config, {TOKENIZER: tokenizer.to_str()}, {})
     export(checkpoint.load(tmp_path / "zero"), tmp_path / "out", Device.CPU, precision, lambda _: None)
     model.logits_bias.data[3] = 1e-3
-    assert problems_of(tmp_path / "out", files_of(tmp_path / "out"), model, precision) == "logits_bias is in no graph"
+    assert problems_of(tmp_path / "out", files_of(tmp_path / "out"), model) == "logits_bias is in no graph"
 
 
 @pytest.mark.parametrize("precision", [Precision.INT8, Precision.INT4])
@@ -217,7 +232,7 @@ def test_weights_that_vanish_are_no_ones_fault(precision: Precision) -> None:
     def problems(model: onnx.ModelProto) -> str:
         with tempfile.TemporaryDirectory() as folder:
             onnx.save(model, Path(folder) / "one.onnx")
-            return problems_of(Path(folder), ["one.onnx"], module, precision)  # type: ignore[arg-type]
+            return problems_of(Path(folder), ["one.onnx"], module)  # type: ignore[arg-type]
 
     assert problems(quantized) == ""
     weight[1099, 63] += 0.5  # shares its memory with the module

@@ -41,8 +41,8 @@ class Device(StrEnum):
 class Precision(StrEnum):
     """The arithmetic of the graph's matrix products with weights; attention and norms are float32 on a CPU.
 
-    `int8` quantizes weights and activations to eight bits, `int4` weights to four (`export.quantize`). The tolerance of
-    each: `model.spec.golden.TOLERANCES`.
+    `int8` quantizes weights and activations to eight bits, `int4` weights to four, `bf16` on a CPU rounds weights alone
+    (`export.quantize`). The tolerance of each: `model.spec.golden.TOLERANCES`.
     """
 
     FP32 = "fp32"
@@ -102,7 +102,7 @@ class AttentionKind(StrEnum):
     CROSS = "cross"
 
 
-CPU_PRECISIONS = (Precision.FP32, Precision.INT8, Precision.INT4)
+CPU_PRECISIONS = (Precision.FP32, Precision.BF16, Precision.INT8, Precision.INT4)
 """What is exported for a CPU and served on one; the others gain nothing there, or have no kernels."""
 CUDA_PRECISIONS = (Precision.FP16, Precision.BF16)
 """What is exported for CUDA: the precisions of PagedAttention."""

@@ -32,7 +32,17 @@ from model.spec.artifact import MAX_OTHER_BYTES
 from model.spec.reading import open_regular, read_bytes
 from service.errors import StartupError
 
-_DTYPES: Mapping[int, Any] = {1: np.float32, 2: np.uint8, 3: np.int8, 6: np.int32, 7: np.int64, 10: np.float16}
+BFLOAT16_BITS = np.uint16
+"""The type of arrays in bfloat16, which NumPy lacks; no other weights have it."""
+_DTYPES: Mapping[int, Any] = {
+    1: np.float32,
+    2: np.uint8,
+    3: np.int8,
+    6: np.int32,
+    7: np.int64,
+    10: np.float16,
+    16: BFLOAT16_BITS,
+}
 # Smaller tensors share pages with others, and are always copied.
 _SMALL_BYTES = 1 << 16
 _STEP_BYTES = 1 << 24
@@ -48,7 +58,7 @@ class OwnWeights:
         is_copied: copies files before reading them, for a process that serves.
 
     Attributes:
-        arrays: mapped weights by name, without dtypes that NumPy lacks.
+        arrays: mapped weights by name; those in bfloat16 as `BFLOAT16_BITS`.
 
     Raises:
         StartupError: when a file cannot be read, is shorter than the graph says, or changes while it is copied.

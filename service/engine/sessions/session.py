@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import onnxruntime as ort
 
 from model import kernels
@@ -20,7 +21,7 @@ from model.spec.artifact import GraphSpec, TensorSpec
 from service.engine.sessions import cuda_provider
 from service.engine.sessions.cuda_provider import Cuda
 from service.engine.sessions.device_memory import Array, Bindable, DeviceTensor, DeviceView
-from service.engine.sessions.own_weights import OwnWeights
+from service.engine.sessions.own_weights import BFLOAT16_BITS, OwnWeights
 from service.errors import OnwardError, StartupError
 
 _DTYPES = {
@@ -259,6 +260,12 @@ def _settings(options: SessionOptions) -> Any:
     return settings
 
 
+def _value(array: npt.NDArray[Any]) -> Any:
+    if array.dtype == BFLOAT16_BITS:
+        return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, _ELEMENT_TYPES["bfloat16"])
+    return ort.OrtValue.ortvalue_from_numpy(array)
+
+
 def _load_on_cpu(path: Path, settings: Any, options: SessionOptions) -> Any:
     switches = {
         "intra_op.allow_spinning": options.allow_spinning,
@@ -275,7 +282,7 @@ def _load_on_cpu(path: Path, settings: Any, options: SessionOptions) -> Any:
         if options.own_kernels and (library := kernels.library()) is not None:
             settings.register_custom_ops_library(str(library))
         weights = OwnWeights(path, is_copied=options.copies_weights)
-        values = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in weights.arrays.items()}
+        values = {name: _value(array) for name, array in weights.arrays.items()}
         for name, value in values.items():
             settings.add_initializer(name, value)
         if options.copies_weights:

@@ -211,15 +211,20 @@ def test_kernels_are_found_without_torch_and_without_onnxruntime() -> None:
 _ROWS = {"avx512f", "avx512dq", "fma"}
 _BYTES = {"avx512f", "avx512dq", "avx512bw", "avx512vl", "avx512_vnni"}
 _ATTENTION = {"avx512f", "avx512dq", "avx512bw", "avx512vl", "fma"}
-_PRODUCTS = {"Linear": {"avx512f", "avx512dq"}, "Int8Linear": _BYTES, "Int4Linear": _BYTES}
+_FLOATS = _BYTES - {"avx512_vnni"}
+_PRODUCTS = {"Linear": _FLOATS, "Bf16Linear": _FLOATS, "Int8Linear": _BYTES, "Int4Linear": _BYTES}
 INSTRUCTIONS = {
     **{
         f"{bias}{kind}{after}": _PRODUCTS[kind]
         for kind in _PRODUCTS
         for bias in ("", "Biased")
         for after in ("", "Gelu", "SwiGLU")
-        if (kind, after) != ("Linear", "SwiGLU")
+        if kind not in ("Linear", "Bf16Linear") or after != "SwiGLU"
     },
+    "Gather": _FLOATS,
+    "Bf16Gather": _FLOATS,
+    "Int8Gather": _BYTES,
+    "Int4Gather": _BYTES,
     "GroupQueryAttention": _ATTENTION,
     "Int8CacheAttention": _ATTENTION,
     "SwiGLU": _ROWS,

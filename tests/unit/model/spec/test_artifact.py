@@ -308,9 +308,9 @@ def test_a_manifest_outside_the_folder_is_refused(decoder_folder: Path) -> None:
             ],
         ),
         (
-            {"precision": Precision.BF16, "opset": 7, "eos_ids": ()},
+            {"precision": Precision.FP16, "opset": 7, "eos_ids": ()},
             [
-                "precision is bf16, this version serves fp32, int8, int4",
+                "precision is fp16, this version serves fp32, bf16, int8, int4",
                 "opset is 7, this version serves 23 to 26",
                 "eos_ids is empty: no output would end",
             ],

@@ -8,7 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from model.spec.artifact import DECODER, FileEntry, GraphSpec, KVPrecision, Manifest, Precision, read_manifest
+from model.spec.artifact import (
+    CPU_PRECISIONS,
+    DECODER,
+    FileEntry,
+    GraphSpec,
+    KVPrecision,
+    Manifest,
+    Precision,
+    read_manifest,
+)
 from service.commands.plan import plan
 from service.config import PlanConfig, ServeConfig
 from service.errors import StartupError
@@ -125,10 +134,10 @@ def test_kv_for_less_than_a_row_are_refused_by_plan_and_server_alike(tmp_path: P
 
 
 @pytest.mark.parametrize("family", ["decoder-only", "encoder-decoder"])
-@pytest.mark.parametrize("precision", [Precision.FP32, Precision.INT8, Precision.INT4])
+@pytest.mark.parametrize("precision", CPU_PRECISIONS)
 @pytest.mark.sampled(2)
 def test_weights_are_known_before_the_export(family: str, precision: Precision) -> None:
-    sizes = {"vocab_size": 2048, "d_model": 128, "d_ff": 256}
+    sizes = {"vocab_size": 2048, "d_model": 256, "d_ff": 512}
     folder = tiny_artifact(family, precision, **sizes)
     expected = expected_manifest(tiny_config(family, **sizes), precision, KVPrecision.FP32)
     (made, ahead) = (plan_memory({"m": each}, ROWS, CHUNK, None) for each in (read_manifest(folder), expected))
