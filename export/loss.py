@@ -19,7 +19,7 @@ Float64 = npt.NDArray[np.float64]
 
 CLEAR_LEAD = 0.5
 """In standard deviations of the logits: greedy choices that lead by less may well differ."""
-_MAX_RMS = {Precision.BF16: 0.012, Precision.INT8: 0.07, Precision.INT4: 0.48}
+_MAX_RMS = {Precision.BF16: 0.02, Precision.INT8: 0.07, Precision.INT4: 0.48}
 _MAX_KV_RMS = {KVPrecision.FP32: 0.0, KVPrecision.INT8: 0.05}
 
 

@@ -291,7 +291,10 @@ def _read_generation(folder: Path, config: NetworkConfig, problems: list[str]) -
 
 
 def _read_weights(folder: Path, model: Network, problems: list[str]) -> None:
-    """Copies the tensors into the model, after checking all names and shapes."""
+    """Gives the model its tensors, after checking all names and shapes.
+
+    In float32 they stay mapped from the file, privately: pages that nothing writes to take no memory of their own.
+    """
     expected: dict[str, Tensor] = dict(model.named_parameters())
     try:
         with safe_open(folder / WEIGHTS, framework="pt") as file:
@@ -308,6 +311,6 @@ def _read_weights(folder: Path, model: Network, problems: list[str]) -> None:
             if not problems:
                 with torch.no_grad():
                     for name, parameter in expected.items():
-                        parameter.copy_(file.get_tensor(name))
+                        parameter.data = file.get_tensor(name).to(torch.float32)
     except (SafetensorError, OSError) as error:
         problems.append(f"{WEIGHTS}: {error}")

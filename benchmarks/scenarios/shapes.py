@@ -110,8 +110,8 @@ def render(results: Results) -> str:
         "# Real sizes",
         "",
         f"Random weights in the true shapes; a server with {results['settings']['memory']} MiB and the flags of "
-        f"`python -m service plan`; {conditions(results)}. Steps with their peak resident memory. Prompts of up to "
-        f"{_PROMPT} tokens fill the K/V.",
+        f"`python -m service plan`; {conditions(results)}. Steps with their peak memory, without pages of files. "
+        f"Prompts of up to {_PROMPT} tokens fill the K/V.",
         "",
         *table(headings, rows, text_columns=2),
         "",
