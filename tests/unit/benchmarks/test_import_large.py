@@ -28,7 +28,8 @@ def test_a_steps_memory_is_the_most_that_its_process_had() -> None:
     program = (
         "from benchmarks.scenarios._import_large import run_step\n"
         "for size in (1, 300_000_000):\n"
-        "    step = run_step('a', 'b', 'timeit', '-n1', '-r1', f\"kept = b'1' * {size}; __import__('time').sleep(0.3)\")\n"
+        "    held = f\"kept = b'1' * {size}; __import__('time').sleep(0.3)\"\n"
+        "    step = run_step('a', 'b', 'timeit', '-n1', '-r1', held)\n"
         "    print(step.peak_bytes, step.seconds)\n"
     )
     command = [sys.executable, "-c", program]
