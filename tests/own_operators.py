@@ -93,6 +93,13 @@ def name_of(kind: str, *, biased: bool, gelu: bool, swiglu: bool = False) -> str
     return f"{BIASED if biased else ''}{kind}{SWIGLU if swiglu else GELU if gelu else ''}"
 
 
+def linear(kind: str, weight: Array, bias: Float32 | None, *, gelu: bool = False) -> onnx.ModelProto:
+    """A product with a weight `[N, K]` in PyTorch's layout."""
+    stored = {"weight": weight} | ({} if bias is None else {"bias": bias})
+    node = helper.make_node(name_of(kind, biased=bias is not None, gelu=gelu), ["x", *stored], ["y"], domain=DOMAIN)
+    return model_of([node], {"x": np.zeros((1, weight.shape[1]), np.float32)}, ["y"], stored)
+
+
 def int8_linear(
     inner: int,
     outer: int,

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import numpy as np
-import onnx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from onnx import TensorProto, helper
+from onnx import TensorProto
 
-from export.operators import BF16_LINEAR, DOMAIN, LINEAR
+from export.operators import BF16_LINEAR, LINEAR
 from export.panels import BFLOAT16
 from export.quantize import quantize
 from model.spec.artifact import Precision
-from tests.own_operators import NEEDS_KERNELS, Array, Float32, model_of, name_of, open_session, plain_product
+from tests.own_operators import NEEDS_KERNELS, linear, open_session, plain_product
 
 pytestmark = NEEDS_KERNELS
-
-
-def _linear(kind: str, weight: Array, bias: Float32 | None, *, gelu: bool = False) -> onnx.ModelProto:
-    stored = {"weight": weight} | ({} if bias is None else {"bias": bias})
-    node = helper.make_node(name_of(kind, biased=bias is not None, gelu=gelu), ["x", *stored], ["y"], domain=DOMAIN)
-    return model_of([node], {"x": np.zeros((1, weight.shape[1]), np.float32)}, ["y"], stored)
 
 
 @given(
@@ -49,8 +42,8 @@ def _compare(inner: int, outer: int, num_rows: int, rng: np.random.Generator, *,
     weight = rng.standard_normal((outer, inner)).astype(BFLOAT16)
     bias = rng.standard_normal(outer).astype(np.float32) if biased else None
     x = rng.standard_normal((num_rows, inner)).astype(np.float32)
-    model = _linear(BF16_LINEAR, weight, bias, gelu=gelu)
-    wide = open_session(_linear(LINEAR, weight.astype(np.float32), bias, gelu=gelu), by_kernels=True)
+    model = linear(BF16_LINEAR, weight, bias, gelu=gelu)
+    wide = open_session(linear(LINEAR, weight.astype(np.float32), bias, gelu=gelu), by_kernels=True)
     (expected,) = wide.run(None, {"x": x})
     for threads, leaves_weights in ((1, True), (2, False)):
         session = open_session(model, by_kernels=True, threads=threads, leaves_weights=leaves_weights)

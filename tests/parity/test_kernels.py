@@ -38,6 +38,7 @@ from tests.own_operators import (
     Float32,
     int4_linear,
     int8_linear,
+    linear,
     model_of,
     name_of,
     open_session,
@@ -117,9 +118,7 @@ def test_linear_is_the_product_and_each_rows_own(
     weight = rng.standard_normal((outer, inner)).astype(np.float32)
     bias = rng.standard_normal(outer).astype(np.float32) * biased
     x = rng.standard_normal((num_rows, inner)).astype(np.float32)
-    stored = {"weight": weight} | ({"bias": bias} if biased else {})
-    node = helper.make_node(name_of(LINEAR, biased=biased, gelu=gelu), ["x", *stored], ["y"], domain=DOMAIN)
-    model = model_of([node], {"x": x}, ["y"], stored)
+    model = linear(LINEAR, weight, bias if biased else None, gelu=gelu)
     session = open_session(model, by_kernels=True)
     (found,) = session.run(None, {"x": x})
     room = (2e-6 if gelu else 1e-6) * (np.abs(x).astype(np.float64) @ np.abs(weight).T + 1)
@@ -439,13 +438,13 @@ def test_attention_refuses_what_it_cannot_compute_and_says_what() -> None:
 
 
 def test_products_refuse_what_they_cannot_compute_and_say_what() -> None:
-    linear = int8_linear(40, 40, np.random.default_rng(0))
+    product = int8_linear(40, 40, np.random.default_rng(0))
     with pytest.raises(Exception, match="rows must be K numbers wide"):
-        open_session(linear, by_kernels=True).run(None, {"x": np.zeros((2, 39), np.float32)})
-    del linear.graph.initializer[0]
-    linear.graph.initializer.append(numpy_helper.from_array(np.zeros((1, 10, 32, 4), np.int8), "panels"))
+        open_session(product, by_kernels=True).run(None, {"x": np.zeros((2, 39), np.float32)})
+    del product.graph.initializer[0]
+    product.graph.initializer.append(numpy_helper.from_array(np.zeros((1, 10, 32, 4), np.int8), "panels"))
     with pytest.raises(Exception, match=r"panels must be \[ceil\(N / 32\), ceil\(K / 4\), 32, 4\]"):
-        open_session(linear, by_kernels=True)
+        open_session(product, by_kernels=True)
 
 
 def test_weights_that_are_computed_are_read_in_each_run_and_stored_ones_stay_where_they_are() -> None:
@@ -480,12 +479,12 @@ def test_weights_that_are_computed_are_read_in_each_run_and_stored_ones_stay_whe
 
 
 def test_eight_bits_must_be_stored() -> None:
-    linear = int8_linear(40, 40, np.random.default_rng(0))
-    (panels,) = (each for each in linear.graph.initializer if each.name == "panels")
-    linear.graph.initializer.remove(panels)
-    linear.graph.input.append(helper.make_tensor_value_info("panels", TensorProto.INT8, [2, 10, 32, 4]))
+    product = int8_linear(40, 40, np.random.default_rng(0))
+    (panels,) = (each for each in product.graph.initializer if each.name == "panels")
+    product.graph.initializer.remove(panels)
+    product.graph.input.append(helper.make_tensor_value_info("panels", TensorProto.INT8, [2, 10, 32, 4]))
     with pytest.raises(Exception, match="panels and scales must be stored in the graph"):
-        open_session(linear, by_kernels=True)
+        open_session(product, by_kernels=True)
 
 
 def test_rows_have_up_to_eight_dimensions() -> None:
