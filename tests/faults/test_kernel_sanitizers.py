@@ -20,6 +20,7 @@ _GRACE_SECONDS = 240
 _SHOWN = 6000  # characters of a report
 # Of the first so many, which every run draws alike, some are computed and some refused by the kernels' own words.
 _MIN_CASES = 40
+_ROUNDS = 3
 
 
 @pytest.fixture(autouse=True)
@@ -60,14 +61,14 @@ def test_hostile_models_are_refused_or_computed_without_a_fault(tmp_path: Path, 
     assert sum(count for words, count in result["refused"].items() if "ONNX Runtime" not in words) > 0
 
 
+@pytest.mark.whole
 def test_kernels_by_four_threads_and_for_two_callers_have_no_race(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     """By threads of the test's own: ThreadSanitizer cannot follow those of ONNX Runtime, which is not built for it."""
     runtime("libtsan.so", pytestconfig)
     program = Path(__file__).with_name("kernel_threads.cc")
     sources = [path for path in sources_with_tiles(tmp_path) if path.suffix == ".cc" and path.name != "plugin.cc"]
     built = build("threads", ("-fsanitize=thread", "-O1"), [*sources, program])
-    num_rounds = 3 if pytestconfig.getoption("--whole") else 1
-    command = [str(built), str(num_rounds)]
+    command = [str(built), str(_ROUNDS)]
     done = subprocess.run(command, env=_environment(), capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr[:_SHOWN]
-    assert done.stdout.endswith(f" 0 of {2 * num_rounds} rounds wrong\n")
+    assert done.stdout.endswith(f" 0 of {2 * _ROUNDS} rounds wrong\n")

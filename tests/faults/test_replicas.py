@@ -129,6 +129,7 @@ def test_server_sigkill_under_load_fails_only_what_it_had_begun_and_it_returns_b
     assert again_ended >= 10
 
 
+@pytest.mark.whole
 def test_rolling_update_under_load_loses_nothing(places: Places) -> None:
     with ExitStack() as stack:
         folders = [places.one, places.other]

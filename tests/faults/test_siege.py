@@ -17,6 +17,7 @@ from queue import SimpleQueue
 
 import grpc
 import numpy as np
+import pytest
 
 from onward.v1 import generation_pb2 as pb
 from onward.v1.generation_pb2_grpc import GenerationServiceStub
@@ -225,6 +226,7 @@ def growth_terms(folder: Path) -> dict[str, int]:
     }
 
 
+@pytest.mark.whole
 def test_every_attack_at_once_changes_no_bit_of_an_honest_answer_and_the_server_stops(
     tmp_path: Path, siege_seconds: float
 ) -> None:

@@ -129,7 +129,7 @@ def test_whatever_is_left_is_a_problem(ends: dict[str, int], after: Still, words
 
 
 @pytest.mark.parametrize("leak", [0.0, LEAK])
-@pytest.mark.sampled(1)
+@pytest.mark.whole
 def test_soak_mixed_with_cancels_ends_with_nothing_held_and_catches_a_seeded_leak(
     tmp_path: Path, soak_seconds: float, leak: float
 ) -> None:

@@ -193,6 +193,7 @@ def take_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(study, "_make_artifact", make)
 
 
+@pytest.mark.whole
 def test_a_study_of_tiny_models_asks_every_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     take_tiny(monkeypatch)
     settings = StudySettings(

@@ -207,7 +207,7 @@ def check_scaling_out(results: dict[str, Any]) -> None:
     ],
     ids=lambda value: value.__name__.rpartition(".")[2] if hasattr(value, "SCENARIO") else "",
 )  # fmt: skip
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 def test_a_scenario_is_measured_on_real_servers(
     module: Any,
     settings: Any,
