@@ -20,7 +20,10 @@ from tests.gpu.subjects import Oracle, Subject
 NUM = 12
 NEW = 24
 CASES = [
-    *(pytest.param((name, Device.CPU, Precision.FP32), id=f"{name}-cpu") for name in TINY),
+    *(
+        pytest.param((name, Device.CPU, Precision.FP32), id=f"{name}-cpu", marks=[pytest.mark.whole] * (name != "tiny"))
+        for name in TINY
+    ),
     *(
         pytest.param((name, Device.CUDA, each), id=f"{name}-cuda-{each}", marks=CARD)
         for name in TINY

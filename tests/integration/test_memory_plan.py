@@ -19,9 +19,11 @@ WIDE: dict[str, Any] = {"num_layers": 4, "num_heads": 8, "num_kv_heads": 8, "hea
 
 @pytest.mark.parametrize(
     ("family", "lengths"),
-    [("decoder-only", {"context": 512}), ("encoder-decoder", {"context": 64, "source_context": 512})],
+    [
+        ("decoder-only", {"context": 512}),
+        pytest.param("encoder-decoder", {"context": 64, "source_context": 512}, marks=pytest.mark.whole),
+    ],
 )
-@pytest.mark.sampled(1)
 def test_a_servers_peak_is_within_a_tenth_of_its_plan(family: str, lengths: dict[str, int], tmp_path: Path) -> None:
     sizes = WIDE | lengths
     (tmp_path / "m").symlink_to(tiny_artifact(family, Precision.INT8, **sizes), target_is_directory=True)

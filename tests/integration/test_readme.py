@@ -28,7 +28,12 @@ TIMEOUT_SECONDS = 1800
 PAGES = ["README.md", *sorted(f"docs/start/{path.name}" for path in (ROOT / "docs" / "start").glob("*.md"))]
 BLOCK = re.compile(r"^```(sh|python)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PORTS = {"127.0.0.1:8001": "$ONWARD_TARGET", "--http-port 8000": "--http-port $HTTP_PORT", ":8000/": ":$HTTP_PORT/"}
-REPLACED = {"--set steps=200": "--set steps=2", "--context 8192": "--context 256", **PORTS}
+REPLACED = {
+    "--set steps=200": "--set steps=2",
+    "--context 8192": "--context 256",
+    "--max-tokens 1024": "--max-tokens 9",
+    **PORTS,
+}
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 SNAPSHOTS = {"Qwen/Qwen3-0.6B": ("tiny", "qwen3-0.6b"), "Helsinki-NLP/opus-mt-en-de": ("tiny-mt", "opus-mt")}
 """Shapes in the place of what is downloaded: small ones, and with `--whole` the true ones."""

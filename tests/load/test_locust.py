@@ -127,6 +127,9 @@ class Outputs:
     log: dict[str, dict[str, Any]]
 
 
+Scenario = Callable[[Path], Outputs]
+
+
 def with_workers(folder: Path, way: str = "direct") -> Outputs:
     """A master and two workers, a schedule, a server with faults."""
     log, report_file = folder / "log", folder / "report"
@@ -258,22 +261,34 @@ def short_of_a_file(folder: Path) -> Outputs:
     return Outputs(code, out + said, [json.loads(report_file.read_text(encoding="utf-8"))], read_log(log))
 
 
-SCENARIOS = (with_workers, with_workers_behind_envoy, behind_the_page, out_of_time, interrupted, short_of_a_file)
-
-
 @pytest.fixture(scope="module")
-def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Outputs]]]:
-    """Starts all scenarios at once: they mostly wait, and none of them measures time."""
-    with ThreadPoolExecutor(len(SCENARIOS)) as pool:
-        yield {each.__name__: pool.submit(each, tmp_path_factory.mktemp(each.__name__)) for each in SCENARIOS}
+def started(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[dict[Scenario, Future[Outputs]]]:
+    """Starts all scenarios of this run's tests at once: they mostly wait, and none of them measures time."""
+    asked = {
+        item.callspec.params["outputs"]
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.path == request.path and "outputs" in item.fixturenames
+    }
+    with ThreadPoolExecutor(len(asked)) as pool:
+        yield {each: pool.submit(each, tmp_path_factory.mktemp(each.__name__)) for each in asked}
 
 
-@pytest.mark.parametrize("scenario", [with_workers, with_workers_behind_envoy])
+@pytest.fixture
+def outputs(started: dict[Scenario, Future[Outputs]], request: pytest.FixtureRequest) -> Outputs:
+    return started[request.param].result()
+
+
+def of(*scenarios: Scenario) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("outputs", scenarios, indirect=True)
+
+
+@of(with_workers, with_workers_behind_envoy)
 @pytest.mark.sampled(1)
 def test_a_master_and_two_workers_send_one_schedule_completely(
-    started: dict[str, Future[Outputs]], scenario: Callable[[Path], Outputs]
+    outputs: Outputs, request: pytest.FixtureRequest
 ) -> None:
-    outputs = started[scenario.__name__].result()
     report, done = outputs.reports[0], outputs.log
     records = records_of(report)
     # Refused and failed requests are errors to Locust.
@@ -287,7 +302,7 @@ def test_a_master_and_two_workers_send_one_schedule_completely(
     # Each worker sent its half, from the same begin; behind Envoy both servers got requests.
     peers = [each["peer"] for each in done.values()]
     assert len(set(peers)) == 2
-    if scenario is with_workers:
+    if request.node.callspec.params["outputs"] is with_workers:
         assert peers.count(peers[0]) == 30
     one, other = report["began_monotonic"]
     assert one == pytest.approx(other, abs=0.1)
@@ -296,10 +311,11 @@ def test_a_master_and_two_workers_send_one_schedule_completely(
         assert began + record.intended <= began + record.sent <= done[record.request_id]["arrived"]
 
 
+@of(behind_the_page)
+@pytest.mark.whole
 def test_the_web_page_starts_runs_with_its_form_s_options_in_several_processes_and_loses_nothing(
-    started: dict[str, Future[Outputs]],
+    outputs: Outputs,
 ) -> None:
-    outputs = started["behind_the_page"].result()
     first, second = outputs.reports
     # Our options are in the form.
     assert "prompt_tokens" in outputs.out
@@ -315,10 +331,8 @@ def test_the_web_page_starts_runs_with_its_form_s_options_in_several_processes_a
     assert second["offered"] == sum(stage["offered"] for stage in second["stages"].values())
 
 
-def test_the_time_limit_waits_for_requests_in_flight_and_cancels_slow_ones(
-    started: dict[str, Future[Outputs]],
-) -> None:
-    outputs = started["out_of_time"].result()
+@of(out_of_time)
+def test_the_time_limit_waits_for_requests_in_flight_and_cancels_slow_ones(outputs: Outputs) -> None:
     (report,) = outputs.reports
     assert report["offered"] == 4, outputs.out
     assert report["finished"] > 0
@@ -328,10 +342,8 @@ def test_the_time_limit_waits_for_requests_in_flight_and_cancels_slow_ones(
     assert outputs.code == 1
 
 
-def test_a_worker_without_its_files_leaves_the_run_and_is_reported(
-    started: dict[str, Future[Outputs]],
-) -> None:
-    outputs = started["short_of_a_file"].result()
+@of(short_of_a_file)
+def test_a_worker_without_its_files_leaves_the_run_and_is_reported(outputs: Outputs) -> None:
     (report,) = outputs.reports
     assert "--prompt-tokens: [Errno 2] No such file or directory" in outputs.out
     assert "1 of the client's processes never reported" in outputs.out
@@ -342,10 +354,8 @@ def test_a_worker_without_its_files_leaves_the_run_and_is_reported(
     assert outputs.code == 1
 
 
-def test_ctrl_c_in_the_middle_of_a_schedule_cuts_no_stream_in_any_process(
-    started: dict[str, Future[Outputs]],
-) -> None:
-    outputs = started["interrupted"].result()
+@of(interrupted)
+def test_ctrl_c_in_the_middle_of_a_schedule_cuts_no_stream_in_any_process(outputs: Outputs) -> None:
     (report,) = outputs.reports
     # At 20 a second, each taking most of a second, many were in flight.
     assert report["max_concurrent_requests"] > 5

@@ -438,6 +438,7 @@ def test_batch_invariance_under_a_tight_budget(variant: str) -> None:
 @pytest.mark.parametrize("family", ["decoder-only", "encoder-decoder"])
 @pytest.mark.parametrize("kind", ["kernels", "standard-operators", "blocks"])
 @pytest.mark.parametrize("num_rows", [3, 32])
+@pytest.mark.sampled(6)
 def test_batch_invariance_is_found_by_the_check_at_start(family: str, kind: str, num_rows: int) -> None:
     folder = paged_artifact(family) if kind == "blocks" else tiny_artifact(family)
     manifest, cases = artifact.load(folder), golden.load(folder / artifact.GOLDEN)

@@ -152,7 +152,7 @@ def assert_attention(found: Weights, expected: Weights, tolerance: float) -> Non
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_weights_of_the_reference_explain_the_heads_and_are_the_graphs(shape: str, tmp_path: Path) -> None:
     family, values = SHAPES[shape]
     config = tiny_config(family, **values)
@@ -203,7 +203,7 @@ def external_places(path: Path) -> dict[str, dict[str, str]]:
         ("decoder-only", Precision.INT4),
     ],
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_explain_graph_has_no_weights_of_its_own_and_is_proven(family: str, precision: Precision) -> None:
     folder = explained(family, precision)
     assert not (folder / "explain.onnx.data").exists()

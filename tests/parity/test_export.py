@@ -89,7 +89,7 @@ def _artifact(row: str) -> Path:
 
 
 @pytest.mark.parametrize("row", CONFIGURATIONS.strip().splitlines(), ids=lambda row: "-".join(row.split()))
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 def test_export_of_every_configuration_answers_as_pytorch_does_and_stores_no_tensor_twice(row: str) -> None:
     folder = _artifact(row)
     report = verify(folder, lambda _: None)

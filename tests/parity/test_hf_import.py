@@ -68,7 +68,7 @@ def outcomes(
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 def test_imported_checkpoint_answers_as_transformers_does(case: Case, outcomes: dict[str, Future[Outcome]]) -> None:
     outcome = outcomes[case.name].result()
     assert not outcome.problems

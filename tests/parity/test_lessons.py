@@ -327,7 +327,7 @@ def skeleton(text: str) -> str:
 
 
 @pytest.mark.parametrize("number", range(1, len(command.LESSONS) + 1))
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_lesson_shows_what_its_prose_says_and_its_page_is_not_stale(number: int) -> None:
     # One test for both, as each needs the whole training.
     lesson = command.LESSONS[number - 1]

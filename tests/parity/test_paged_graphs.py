@@ -114,7 +114,7 @@ def cuda_graphs(variant: str, precision: Precision = Precision.FP16) -> tuple[Pa
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_stand_in_answers_as_pytorch_does(variant: str) -> None:
     """Over blocks of sixteen, so that rows have several, and NaN wherever nothing was written."""
     report = verify(stand_in(variant), lambda _: None)
@@ -253,7 +253,7 @@ def test_onnx_runtime_declares_the_operator_as_the_graphs_use_it() -> None:
 
 
 @CUDA_GRAPHS
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_cuda_graphs_give_the_operator_all_it_demands(variant: str, precision: Precision) -> None:
     folder, manifest = cuda_graphs(variant, precision)
     config = manifest.config
@@ -308,7 +308,7 @@ def test_cuda_graphs_give_the_operator_all_it_demands(variant: str, precision: P
 
 
 @CUDA_GRAPHS
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_cuda_graphs_pass_the_checker_and_onnx_runtime_lacks_but_the_kernel(variant: str, precision: Precision) -> None:
     """It reads the graph whole, and only then finds that a CPU computes none of it in this precision."""
     folder, _ = cuda_graphs(variant, precision)
@@ -388,7 +388,7 @@ def operators(path: Path, precision: Precision) -> set[tuple[str, int, str]]:
 
 
 @CUDA_GRAPHS
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_cuda_has_a_kernel_for_every_node_of_the_graphs(variant: str, precision: Precision) -> None:
     """A session that records refuses a graph with a single node for which there is none."""
     folder, _ = cuda_graphs(variant, precision)
@@ -430,7 +430,7 @@ def test_cuda_graphs_have_the_weights_of_the_proven_ones_rounded(variant: str) -
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_cuda_graphs_answer_as_pytorch_does_where_the_operator_does_as_documented(variant: str) -> None:
     """The very files that are shipped; only the operator is interpreted."""
     folder, manifest = cuda_graphs(variant)

@@ -60,8 +60,11 @@ def test_a_table_is_measured_once_and_its_figure_reaches_the_readme(sheep: Path)
     for page in ("README.md", "index.md"):
         assert "| sheep | [3](./sheep.json)" in (sheep / page).read_text()
         assert "cows" not in (sheep / page).read_text(), "nobody counted them"
-    (sheep / "sheep.json").write_text(json.dumps(found | {"count": 5}))
+        assert "hold" not in (sheep / page).read_text()
+    (sheep / "sheep.json").write_text(json.dumps(found | {"count": 5, "passed": False}))
     assert evidence.main(["--check"]) == 1
+    assert evidence.main(["--write"]) == 0
+    assert "| sheep | [5](./sheep.json), its promise does **not** hold |" in (sheep / "index.md").read_text()
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,13 @@ import copy
 import functools
 import itertools
 import json
+import pickle
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
+from unittest.mock import patch
 from xml.etree import ElementTree
 
 import pytest
@@ -64,6 +66,21 @@ def found(**changes: Curve) -> Found:
         "others_share": 0.01,
     }
     return made
+
+
+@pytest.fixture(scope="module", autouse=True)
+def examined_once() -> Iterator[None]:
+    """Equal samples are examined once in a module, as most series are the same in every test."""
+    examine, known = fit.examine, dict[bytes, fit.Examination]()
+
+    def remember(*asked: Any, **options: Any) -> fit.Examination:
+        key = pickle.dumps((asked, sorted(options.items())))
+        if key not in known:
+            known[key] = examine(*asked, **options)
+        return known[key]
+
+    with patch.object(fit, "examine", remember):
+        yield
 
 
 class Run(Protocol):

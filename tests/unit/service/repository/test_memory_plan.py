@@ -135,7 +135,7 @@ def test_kv_for_less_than_a_row_are_refused_by_plan_and_server_alike(tmp_path: P
 
 @pytest.mark.parametrize("family", ["decoder-only", "encoder-decoder"])
 @pytest.mark.parametrize("precision", CPU_PRECISIONS)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_weights_are_known_before_the_export(family: str, precision: Precision) -> None:
     sizes = {"vocab_size": 2048, "d_model": 256, "d_ff": 512}
     folder = tiny_artifact(family, precision, **sizes)
