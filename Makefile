@@ -42,7 +42,7 @@ demo: $(STAMP) .kernels ## train two models, export, prove, serve and ask them (
 # A file's tests stay together, as they share servers and artifacts; many of them wait more than they compute. The
 # order is random, and its seed is printed first.
 test: $(DEV) .kernels ## run the test suite in a random order (PYTEST_ADDOPTS=--randomly-seed=N), four processes at most
-	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest --numprocesses $(or $(TEST_PROCESSES),logical) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 stress-test: $(DEV) .kernels ## run the tests in other orders, clocks and loads: 25 passes, hours, resumable (STRESS="--only core")
 	$(BIN)/python -m tests.stress $(STRESS)
