@@ -289,7 +289,9 @@ CLAIMS = (
         lambda r: f"{r['parity_max_abs_error']:.1e}",
     ),
     Claim("`stdlib` after minutes of training: bits per byte of all held-out modules", "demo", _compressed),
-    Claim("`stdlib`, bits per byte of 96 KiB of held-out modules, in fewer bits", "quality-stdlib", _kinds(".4f"), rank=4),
+    Claim(
+        "`stdlib`, bits per byte of 96 KiB of held-out modules, in fewer bits", "quality-stdlib", _kinds(".4f"), rank=4
+    ),
     Claim("`dates`, share of 500 held-out dates exact", "quality-dates", _kinds(".4f")),
     Claim("`dates`: served greedy tokens that are the reference's", "faithfulness-dates", _faithful),
     Claim("`stdlib`: the same", "faithfulness-stdlib", _faithful),

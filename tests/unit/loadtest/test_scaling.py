@@ -137,20 +137,12 @@ LINE, CONSTANT, CUBE = Curve((1e-3, 4e-5)), Curve((1e-3,)), Curve((1e-3, 4e-5, 0
     ("series", "truth", "said"),
     [
         ("prefill", LINE, "prefill of a whole prompt is quadratic in its length: the quadratic"),
-        (
-            "prefill",
-            Curve((1e-3, 8e-6, 5e-9)),
-            "prefill of a whole prompt is quadratic in its length: 5536 tokens",
-        ),
+        ("prefill", Curve((1e-3, 8e-6, 5e-9)), "prefill of a whole prompt is quadratic in its length: 5536 tokens"),
         ("prefill_chunked", LINE, "prefill in chunks is quadratic"),
         ("no_cache", LINE, "a token without the cache is quadratic in its context: "),
         ("encoder", CUBE, "encoding is quadratic in the source's length: BIC prefers cubic"),
         ("decode", CONSTANT, "a token with the cache is linear in its context: the linear coefficient's interval"),
-        (
-            "cross_attention",
-            SQUARE,
-            "a token's cross-attention is linear in the source's length: BIC",
-        ),
+        ("cross_attention", SQUARE, "a token's cross-attention is linear in the source's length: BIC"),
         ("gru", SQUARE, "control: quadratic growth was found in the recurrent model's times, read in chunks"),
         ("gru_whole", SQUARE, "control: quadratic growth was found in the recurrent model's times, read in one run"),
     ],
