@@ -126,7 +126,8 @@ format: $(DEV) ## let ruff fix and format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-serving-check: ## install the serving dependencies alone and import every service module without torch
+# With `kernels` beside it, it waits for them: what it installs has them.
+serving-check: $(filter kernels,$(MAKECMDGOALS)) ## install the serving dependencies alone and import every service module without torch
 	@test -x $(SERVING)/bin/python || $(PYTHON) -m venv $(SERVING)
 	$(SERVING)/bin/python $(PIP_INSTALL) ./onward '.[cpu]'
 	cd $(SERVING) && bin/python $(CURDIR)/tests/serving_install.py

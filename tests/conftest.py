@@ -29,8 +29,7 @@ _LONG = frozenset(
     f"test_{name}"
     for name in (
         "batch_invariance", "export", "hf_import", "kernel_sanitizers", "locust", "mutants", "paged_engine",
-        "paged_graphs", "prometheus", "quantize", "readme", "replicas", "scenarios", "siege", "soak", "stored_weights",
-        "weight_files",
+        "paged_graphs", "prometheus", "quantize", "readme", "replicas", "scenarios", "stored_weights", "weight_files",
     )
 )  # fmt: skip
 _ISA = "ONEDNN_MAX_CPU_ISA"
