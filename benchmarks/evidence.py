@@ -94,6 +94,7 @@ _OPTIONAL = {
     "service/engine/sampling/grammar.py": "structured",
     "service/process/grammar_check.py": "structured",
     "service/repository/grammars.py": "structured",
+    "loadtest/scaling": "scaling",
     "loadtest/provenance.py": "",
 }
 """Code that runs only for one kind of table, or for none."""

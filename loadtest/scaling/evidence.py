@@ -34,7 +34,7 @@ class Evidence:
         key = series, _DEGREES[series] if degree is None else degree
         if key not in self._examined:
             draws, seed = self.results["draws"], self.results["settings"]["seed"]
-            knees = self.results.get(series, {}).get("knees", ())
+            knees = self.results.get(series, {}).get("knees", ()) if degree is None else ()
             self._examined[key] = fit.examine(self.samples(series), key[1], draws=draws, seed=seed, knees=knees)
         return self._examined[key]
 

@@ -3,7 +3,8 @@
 A claim of degree d is seconds(n) = k₀ + k₁n + … + k_d·n^d with k ≥ 0 and a significant k_d. `examine` fits it to
 samples and collects objections. Pure arithmetic.
 
-A claim of degree 1 may be one by regimes: seconds(n) is a continuous line with a slope of its own between given knees.
+A claim may be one by regimes: what a position takes is linear in the keys before it, with a slope of its own between
+given knees. Of degree 1 that is a token's time, a continuous line; of degree 2 a prompt's, the sum over its positions.
 
 * The median of each length is that of Hodges and Lehmann: of the means of all pairs of samples. Outliers hardly move
   it, and it is steady where a machine has two speeds; a plain median jumps from one to the other.
@@ -11,7 +12,7 @@ A claim of degree 1 may be one by regimes: seconds(n) is a continuous line with 
   shortest length counts as much as the longest.
 * Intervals are 95 % percentile intervals of a case bootstrap: samples are redrawn with replacement within each length,
   and medians and fit are computed again.
-* Degrees, and a line by regimes with other laws, are compared by BIC = J·ln(RSS / J) + k·ln J for J lengths and k
+* Degrees, and a claim by regimes with other laws, are compared by BIC = J·ln(RSS / J) + k·ln J for J lengths and k
   coefficients. Its likelihood assumes that relative deviations of the medians are independent and normal, of one
   unknown variance.
 
@@ -54,10 +55,14 @@ MAX_DEGREE = 3
 
 _ENDS = (round((1.0 - CONFIDENCE) / 2.0, 9), round((1.0 + CONFIDENCE) / 2.0, 9))
 _NAMES = ("constant", "linear", "quadratic", "cubic")
-_RIVALS: Mapping[str, Law] = {"n ln n": lambda n: n * np.log(n), "n^1.5": lambda n: n**1.5}
-"""Growth that a line by regimes could be mistaken for; a claim by regimes is compared with each, plus a constant."""
+_RIVALS: Mapping[int, Mapping[str, Law]] = {
+    1: {"n ln n": lambda n: n * np.log(n), "n^1.5": lambda n: n**1.5},
+    2: {"n² ln n": lambda n: n**2 * np.log(n), "n^2.5": lambda n: n**2.5},
+}
+"""By degree, growth that a claim by regimes could be mistaken for: it is compared with each, plus the lower powers."""
 # Relative deviations below a millionth are rounding errors.
 _LEAST_VARIANCE = 1e-12
+_FARTHEST, _HALVINGS = 1e12, 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,29 +86,41 @@ class Medians:
 
 
 @dataclass(frozen=True, slots=True)
+class Regimes:
+    """One power of the length, 1 or 2, has a coefficient of its own between ascending lengths, the knees."""
+
+    power: int = 1
+    knees: tuple[float, ...] = ()
+
+
+ONE = Regimes()
+"""A plain polynomial."""
+
+
+@dataclass(frozen=True, slots=True)
 class Curve:
     """A polynomial in the length: coefficients in seconds, seconds per token, seconds per token², and so on.
 
-    With knees, one coefficient of each regime's slope replaces the one in seconds per token.
+    With knees, one coefficient for each regime replaces that of the divided power.
     """
 
     coefficients: tuple[float, ...]
-    knees: tuple[float, ...] = ()
+    regimes: Regimes = ONE
 
     @property
     def degree(self) -> int:
         """The highest power."""
-        return len(self.coefficients) - len(self.knees) - 1
+        return len(self.coefficients) - len(self.regimes.knees) - 1
 
     def at(self, lengths: npt.ArrayLike) -> Array:
         """Seconds at each length."""
-        seconds: Array = _terms(lengths, self.degree, self.knees) @ np.array(self.coefficients)
+        seconds: Array = _terms(lengths, self.degree, self.regimes) @ np.array(self.coefficients)
         return seconds
 
     def term_at(self, degree: int, lengths: npt.ArrayLike) -> Array:
         """Seconds of the terms of one degree at each length."""
-        kept = np.where(_powers(self.degree, self.knees) == degree, self.coefficients, 0.0)
-        return Curve(tuple(kept.tolist()), self.knees).at(lengths)
+        kept = np.where(_powers(self.degree, self.regimes) == degree, self.coefficients, 0.0)
+        return Curve(tuple(kept.tolist()), self.regimes).at(lengths)
 
     def local_slope_at(self, lengths: npt.ArrayLike) -> Array:
         """The local exponent d ln(seconds) / d ln(length): 1 where time is linear, 2 where it is quadratic."""
@@ -115,11 +132,11 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Bootstrap:
-    """Refits: medians `[draws, J]`, coefficients `[draws, terms]` of curves with these knees."""
+    """Refits: medians `[draws, J]`, coefficients `[draws, terms]` of curves with these regimes."""
 
     medians: Array
     coefficients: Array
-    knees: tuple[float, ...] = ()
+    regimes: Regimes = ONE
 
     def interval(self, term: int) -> Interval:
         """The interval of one coefficient."""
@@ -127,8 +144,8 @@ class Bootstrap:
 
     def band(self, lengths: npt.ArrayLike) -> tuple[Array, Array]:
         """The curve's interval at each length."""
-        degree = self.coefficients.shape[1] - len(self.knees) - 1
-        low, high = np.quantile(self.coefficients @ _terms(lengths, degree, self.knees).T, _ENDS, axis=0)
+        degree = self.coefficients.shape[1] - len(self.regimes.knees) - 1
+        low, high = np.quantile(self.coefficients @ _terms(lengths, degree, self.regimes).T, _ENDS, axis=0)
         return low, high
 
 
@@ -164,8 +181,8 @@ class Figures:
 class Examination(Figures):
     """Evidence on the claim that time grows with the length to the power of `degree`.
 
-    `coefficients` are in seconds, seconds per token, and so on; a slope by regimes is its mean up to the longest
-    length. `crossover` is the length at which the leading term equals the one below it (n* = b/c for degree 2),
+    `coefficients` are in seconds, seconds per token, and so on; one by regimes is its mean up to the longest length.
+    `crossover` is the length at which the leading term equals the one below it (of degree 2, n*; b/c in one regime),
     infinite without a leading term. `refused` says of each judged draw of the bootstrap whether it has objections.
     """
 
@@ -221,7 +238,7 @@ def examine(
         judged: how many of the draws are judged as the samples are, see `Examination.refused`.
         seed: of the bootstrap.
         tolerance: see `TOLERANCE`.
-        reach: the longest length must be at least this many crossovers.
+        reach: at the longest length the leading term must be at least this many times the one below it.
         knees: if given, the claim is one by regimes: ascending lengths, or none for a single regime.
 
     Raises:
@@ -232,18 +249,18 @@ def examine(
     medians = medians_of(samples)
     if len(medians.lengths) < MAX_DEGREE + 2:
         raise ValueError(f"samples have {len(medians.lengths)} lengths, a comparison needs {MAX_DEGREE + 2}")
-    at_knees, rivals = tuple(knees or ()), {} if knees is None else _RIVALS
-    bootstrap = resample(samples, degree, draws, np.random.default_rng(seed), at_knees)
+    regimes, rivals = Regimes(degree, tuple(knees or ())), {} if knees is None else _RIVALS[degree]
+    bootstrap = resample(samples, degree, draws, np.random.default_rng(seed), regimes)
     leading = bootstrap.interval(-1)
 
     def object_to(medians: Medians) -> tuple[Figures, tuple[str, ...]]:
-        figures = _figures(medians, degree, at_knees, rivals)
+        figures = _figures(medians, degree, regimes, rivals)
         return figures, _objections(figures, medians.lengths[-1], leading, tolerance, reach)
 
     figures, objections = object_to(medians)
-    # Mean slopes by power: of one regime each, the coefficients themselves.
-    longest, powers = medians.lengths[-1], _powers(degree, at_knees)
-    shares = _terms(longest, degree, at_knees) / longest**powers
+    # Means by power: of one regime each, the coefficients themselves.
+    longest, powers = medians.lengths[-1], _powers(degree, regimes)
+    shares = _terms(longest, degree, regimes) / longest**powers
     means = np.array([shares * (powers == each) for each in range(degree + 1)])
     coefficients, drawn = means @ figures.curve.coefficients, bootstrap.coefficients @ means.T
     return Examination(
@@ -253,8 +270,8 @@ def examine(
         bootstrap=bootstrap,
         coefficients=tuple(coefficients.tolist()),
         intervals=tuple(interval(each) for each in drawn.T),
-        crossover=float(_ratio(coefficients[-2], coefficients[-1])),
-        crossover_interval=interval(_ratio(drawn[:, -2], drawn[:, -1])),
+        crossover=float(_crossovers(np.array(figures.curve.coefficients), degree, regimes)),
+        crossover_interval=interval(_crossovers(bootstrap.coefficients, degree, regimes)),
         objections=objections,
         refused=np.array([bool(object_to(Medians(medians.lengths, each))[1]) for each in bootstrap.medians[:judged]]),
     )
@@ -270,24 +287,23 @@ def medians_of(samples: Samples) -> Medians:
     return Medians(np.array(list(groups)), np.array([_median(np.array(each)) for each in groups.values()]))
 
 
-def fit(medians: Medians, degree: int, knees: tuple[float, ...] = ()) -> Curve:
+def fit(medians: Medians, degree: int, regimes: Regimes = ONE) -> Curve:
     """The least-squares polynomial in relative deviations, without negative coefficients."""
     scale = medians.lengths[-1]
-    knees = knees if degree else ()
-    found = _least_squares(_terms(medians.lengths / scale, degree, tuple(knee / scale for knee in knees)), medians)
-    return Curve(tuple((found / scale ** _powers(degree, knees)).tolist()), knees)
+    regimes = regimes if degree >= regimes.power else ONE
+    scaled = Regimes(regimes.power, tuple(knee / scale for knee in regimes.knees))
+    found = _least_squares(_terms(medians.lengths / scale, degree, scaled), medians)
+    return Curve(tuple((found / scale ** _powers(degree, regimes)).tolist()), regimes)
 
 
-def resample(
-    samples: Samples, degree: int, draws: int, rng: np.random.Generator, knees: tuple[float, ...] = ()
-) -> Bootstrap:
+def resample(samples: Samples, degree: int, draws: int, rng: np.random.Generator, regimes: Regimes = ONE) -> Bootstrap:
     """The case bootstrap: resamples within each length with replacement, then computes medians and fit."""
     groups = _by_length(samples)
     lengths = np.array(list(groups))
     columns = [_median(np.array(each)[rng.integers(0, len(each), (draws, len(each)))]) for each in groups.values()]
     medians = np.column_stack(columns)
-    coefficients = np.array([fit(Medians(lengths, each), degree, knees).coefficients for each in medians])
-    return Bootstrap(medians, coefficients, knees)
+    coefficients = np.array([fit(Medians(lengths, each), degree, regimes).coefficients for each in medians])
+    return Bootstrap(medians, coefficients, regimes)
 
 
 def local_slopes(found: Examination) -> LocalSlopes:
@@ -309,16 +325,16 @@ def interval(values: Array) -> Interval:
     return Interval(float(low), float(high))
 
 
-def _figures(medians: Medians, degree: int, knees: tuple[float, ...], rivals: Mapping[str, Law]) -> Figures:
+def _figures(medians: Medians, degree: int, regimes: Regimes, rivals: Mapping[str, Law]) -> Figures:
     lengths, longest = medians.lengths, medians.lengths[-1]
-    curves = [fit(medians, each, knees) for each in range(MAX_DEGREE + 1)]
+    curves = [fit(medians, each, regimes) for each in range(MAX_DEGREE + 1)]
     curve, above = curves[degree], curves[degree + 1]
     deviations = [each.at(lengths) / medians.seconds - 1.0 for each in curves]
-    predicted = fit(medians.without_longest(), degree, knees).at(longest)
-    others = {}
+    predicted = fit(medians.without_longest(), degree, regimes).at(longest)
+    others, lower = {}, _terms(lengths / longest, degree - 1, ONE)
     for name, law in rivals.items():
-        terms = np.column_stack([np.ones(len(lengths)), law(lengths) / law(longest)])
-        others[name] = _bic(terms @ _least_squares(terms, medians) / medians.seconds - 1.0, 2)
+        terms = np.column_stack([lower, law(lengths) / law(longest)])
+        others[name] = _bic(terms @ _least_squares(terms, medians) / medians.seconds - 1.0, terms.shape[1])
     return Figures(
         curve=curve,
         bic=tuple(_bic(off, len(each.coefficients)) for off, each in zip(deviations, curves, strict=True)),
@@ -354,21 +370,29 @@ def _objections(found: Figures, length: float, leading: Interval, tolerance: flo
         objections.append(f"the curve misses the median of one length by {found.misfit:.1%}")
     if found.extrapolation_error > tolerance:
         objections.append(f"the fit without {longest} misses them by {found.extrapolation_error:.1%}")
-    if reach and length < reach * (crossover := float(_ratio(*curve.coefficients[-2:]))):
-        objections.append(f"{longest} are {length / crossover:.2f} times the crossover, not {reach:g}")
+    if (leads := float(curve.term_at(degree, length))) < reach * (below := float(curve.term_at(degree - 1, length))):
+        objections.append(f"at {longest} the {law} term is {leads / below:.2f} times the {lesser} one, not {reach:g}")
     return tuple(objections)
 
 
-def _terms(lengths: npt.ArrayLike, degree: int, knees: tuple[float, ...]) -> Array:
-    """The terms of a polynomial without their coefficients, `[..., terms]`; knees divide the linear one."""
+def _terms(lengths: npt.ArrayLike, degree: int, regimes: Regimes) -> Array:
+    """The terms of a polynomial without their coefficients, `[..., terms]`."""
     n = np.asarray(lengths, float)
-    pieces = [np.clip(n, low, high) - low for low, high in pairwise((0.0, *knees, np.inf))] if degree else []
-    return np.stack([np.ones_like(n), *pieces, *(n**power for power in range(2, degree + 1))], axis=-1)
+    terms = [n**power for power in range(degree + 1)]
+    if degree >= regimes.power:
+        pieces = []
+        for low, high in pairwise((0.0, *regimes.knees, np.inf)):
+            within = np.clip(n, low, high) - low
+            # The square is twice the sum of the line over all positions.
+            pieces.append(within if regimes.power == 1 else within * (2 * (n - low) - within))
+        terms[regimes.power : regimes.power + 1] = pieces
+    return np.stack(terms, axis=-1)
 
 
-def _powers(degree: int, knees: tuple[float, ...]) -> npt.NDArray[np.int_]:
+def _powers(degree: int, regimes: Regimes) -> npt.NDArray[np.int_]:
     """The power of the length of each of these terms."""
-    return np.array([0, *[1] * (len(knees) + 1 if degree else 0), *range(2, degree + 1)])
+    times = [len(regimes.knees) + 1 if power == regimes.power else 1 for power in range(degree + 1)]
+    return np.repeat(np.arange(degree + 1), times)
 
 
 def _least_squares(terms: Array, medians: Medians) -> Array:
@@ -406,9 +430,13 @@ def _by_length(samples: Samples) -> dict[float, list[float]]:
     return groups
 
 
-def _ratio(below: npt.ArrayLike, leading: npt.ArrayLike) -> Array:
-    """The length at which two terms are equal; infinite without a leading term."""
-    numerator, denominator = np.asarray(below, float), np.asarray(leading, float)
-    infinite = np.full(np.broadcast(numerator, denominator).shape, np.inf)
-    ratio: Array = np.divide(numerator, denominator, out=infinite, where=denominator > 0.0)
-    return ratio
+def _crossovers(coefficients: Array, degree: int, regimes: Regimes) -> Array:
+    """Where the leading term of each curve `[..., terms]` begins to exceed the one below it; infinite if nowhere."""
+    powers, shape = _powers(degree, regimes), coefficients.shape[:-1]
+    low, high = np.zeros(shape), np.full(shape, _FARTHEST)
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        parts = _terms(middle, degree, regimes) * coefficients
+        leads = parts[..., powers == degree].sum(-1) > parts[..., powers == degree - 1].sum(-1)
+        low, high = np.where(leads, low, middle), np.where(leads, middle, high)
+    return np.where(high < _FARTHEST, high, np.inf)

@@ -16,7 +16,7 @@ import numpy as np
 
 from loadtest.scaling import fit, operations
 from loadtest.scaling.claims import CACHE_TOLERANCE, CLAIMS, WITNESSES
-from loadtest.scaling.fit import Curve, Examination, Interval, Samples
+from loadtest.scaling.fit import Curve, Examination, Interval, Regimes, Samples
 from loadtest.scaling.study import Found, StudySettings
 from model.spec.config import ModelConfig
 
@@ -68,12 +68,11 @@ def judge(found: Found, settings: StudySettings, *, draws: int = 2000) -> dict[s
         examined = examine(judged=draws // 2, reach=claim.reach, knees=knees)
         results[claim.series] = describe(examined)
         if claim.by_regime:
-            line = examine()
-            results[claim.series] |= {"linear": line.holds, "linear_objections": list(line.objections)}
+            single, law = examine(), _DEGREES[claim.degree]
+            results[claim.series] |= {law: single.holds, f"{law}_objections": list(single.objections)}
         if claim in CLAIMS:
             objections += [f"{claim.words}: {objection}" for objection in examined.objections]
             refused |= order.permutation(examined.refused)
-    results["no_cache"]["quadratic"] = results["no_cache"]["holds"]
     results["controls"], failures = _control(found, settings, draws)
     results["operations"] = _operations(found, settings)
     objections += failures
@@ -100,8 +99,9 @@ def describe(examined: Examination) -> dict[str, Any]:
     figures |= _with_interval(name, examined.crossover, examined.crossover_interval)
     if examined.degree == 1:
         figures |= _with_interval("slope", coefficients[1], intervals[1])
-        figures |= {"slopes": list(examined.curve.coefficients[1:]), "knees": list(examined.curve.knees)}
-        figures |= {"bic_rivals": dict(examined.rivals)}
+    by_regime = list(examined.curve.coefficients[examined.degree :])
+    figures |= {"slopes" if examined.degree == 1 else "c_by_regime": by_regime}
+    figures |= {"knees": list(examined.curve.regimes.knees), "bic_rivals": dict(examined.rivals)}
     figures |= {f"bic_{word}": value for word, value in zip(_DEGREES, examined.bic, strict=True)}
     return {
         **figures,
@@ -122,7 +122,8 @@ def describe(examined: Examination) -> dict[str, Any]:
 def knees_of(found: Found, series: str) -> list[float]:
     """Lengths at which keys and values fill one of the processor's caches, if enough were measured on both sides.
 
-    Until they fill it, each token also displaces weights from it, which are then read from the next one.
+    Until they fill it, each token also displaces weights from it, which are then read from the next one. Beyond, keys
+    and values are read from the next one themselves.
     """
     bytes_per_token = ModelConfig.from_dict(found.facts["config"]).kv_bytes_per_token
     lengths = sorted({length for length, _ in found.series[series]})
@@ -217,8 +218,10 @@ def _control(found: Found, settings: StudySettings, draws: int) -> tuple[dict[st
     def make(truth: Truth, lengths: Sequence[float]) -> Samples:
         return synthetic(truth, lengths, settings.repeats, settings.seed)
 
+    knees = knees_of(found, "prefill")
+
     def examine(samples: Samples) -> Examination:
-        return fit.examine(samples, 2, draws=draws, seed=settings.seed)
+        return fit.examine(samples, 2, draws=draws, seed=settings.seed, knees=knees)
 
     def must_be_refused(name: str, examined: Examination, what: str, law: str = "quadratic") -> None:
         controls[f"{name}_rejects_{law}"] = not examined.holds
@@ -233,9 +236,14 @@ def _control(found: Found, settings: StudySettings, draws: int) -> tuple[dict[st
 
     for name, truth in rivals(line, lengths[-1]).items():
         must_be_refused(name, examine(make(truth, lengths)), f"synthetic {name} times")
-    # A known quadratic like the expected one: n* is a fifth of the longest length.
-    square = Curve((line.coefficients[0], line.coefficients[1], line.coefficients[1] * 5 / lengths[-1]))
+    # A known quadratic like the expected one: n* is at most a fifth of the longest length, and each regime's
+    # coefficient half as much again as the one before.
+    regimes = Regimes(2, tuple(knees))
+    leading = [line.coefficients[1] * 5 / lengths[-1] * 1.5**each for each in range(len(knees) + 1)]
+    square = Curve((line.coefficients[0], line.coefficients[1], *leading), regimes)
     must_hold("quadratic", examine(make(square.at, lengths)))
+    cube = Curve((*square.coefficients[:2], 0.0, float(square.term_at(2, lengths[-1])) / lengths[-1] ** 3))
+    must_be_refused("cube", examine(make(cube.at, lengths)), "synthetic times with a cube")
     for name, how in (("gru", "in chunks"), ("gru_whole", "in one run")):
         # Older runs lack the second series.
         if gru_samples := found.series[name]:
@@ -253,10 +261,10 @@ def _control(found: Found, settings: StudySettings, draws: int) -> tuple[dict[st
     for name, truth in cached_rivals(cached, contexts[-1]).items():
         must_be_refused(f"cached_{name}", examine_cached(truth), f"synthetic {name} times of a cached token", "linear")
     # A known line: two thirds of the time at the longest length, and half the slope in each regime.
-    bends = Curve((0.0, *(0.5**each for each in range(len(knees) + 1))), tuple(knees))
+    bends = Curve((0.0, *(0.5**each for each in range(len(knees) + 1))), Regimes(1, tuple(knees)))
     seconds = float(cached.at(contexts[-1]))
     slopes = np.array(bends.coefficients) * 2 / 3 * seconds / float(bends.at(contexts[-1]))
-    must_hold("cached_linear", examine_cached(Curve((seconds / 3, *slopes[1:]), bends.knees).at))
+    must_hold("cached_linear", examine_cached(Curve((seconds / 3, *slopes[1:]), bends.regimes).at))
     return controls, failures
 
 

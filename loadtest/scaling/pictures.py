@@ -60,7 +60,7 @@ def _draw_law(evidence: Evidence) -> Figure:
     whole = plot_series(axes, evidence, "prefill", BLUE, "whole prompt")
     plot_series(axes, evidence, "prefill_chunked", SKY, f"in chunks of {evidence.chunk}", "s")
     _plot_best_line(axes, evidence, "prefill", "whole prompt, best line")
-    extrapolated = 1e3 * fit.fit(whole.medians.without_longest(), 2).at([whole.longest])
+    extrapolated = 1e3 * fit.fit(whole.medians.without_longest(), 2, whole.curve.regimes).at([whole.longest])
     label = f"extrapolated from the others, {whole.extrapolation_error:.1%} off"
     axes.plot([whole.longest], extrapolated, "*", color=RED, markersize=11, markeredgecolor="white", label=label)
     mark_crossover(axes, whole)
@@ -76,8 +76,8 @@ def _caption_law(evidence: Evidence) -> str:
         "Server-side prefill at batch 1: every sample, medians, fits a + bn + cn² with 95 % bands. ΔBIC in favor of "
         f"the quadratic is {_gain(whole):.0f} for whole prompts and {_gain(chunked):.0f} in chunks."
     )
-    if whole.curve.coefficients[2] > 0:
-        ratio = chunked.curve.coefficients[2] / whole.curve.coefficients[2]
+    if whole.coefficients[2] > 0:
+        ratio = chunked.coefficients[2] / whole.coefficients[2]
         text += f" In chunks c is {ratio:.2f} of that of whole prompts: the kernel " + (
             "computes the pairs that the causal mask forbids."
             if ratio < _SKIPS
@@ -154,7 +154,7 @@ def _draw_residuals(evidence: Evidence) -> Figure:
         (2, BLUE, "o-", "a + bn + cn²"),
         (3, PINK, "^:", "a + bn + cn² + dn³"),
     ):
-        off = 100 * (fit.fit(medians, degree).at(medians.lengths) / medians.seconds - 1.0)
+        off = 100 * (fit.fit(medians, degree, found.curve.regimes).at(medians.lengths) / medians.seconds - 1.0)
         left.plot(medians.lengths, off, line, color=color, markersize=4, linewidth=1.2, label=label)
     left.set_ylabel("fit over median, %")
     left.legend()

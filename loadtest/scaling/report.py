@@ -48,14 +48,16 @@ _METHOD = (
     f"degree below by more than {fit.DECISIVE_BIC:g}, if its leading term is less than {fit.LEADING_SHARE:.0%} of "
     f"the time at the longest length, if BIC prefers the degree above by more than {fit.DECISIVE_BIC:g} and that "
     f"term is {fit.TOLERANCE:.0%} of it or more, if the curve misses a median by more than {fit.MAX_MISFIT:.0%}, "
-    f"or if the fit without the longest length misses it by more than {fit.TOLERANCE:.0%}. For whole prompts, lengths "
-    f"must also reach {ENOUGH_REACH:g} n*.",
-    "A token with the cache, and its cross-attention, is linear with a slope of its own in each regime. The knees are "
-    "not fitted: they are the lengths at which keys and values fill one of the processor's caches, as the system "
-    "reports its size. Until then every token also displaces weights from that cache, which the next step reads from "
-    f"the slower one behind it. For these claims {fit.TOLERANCE:.0%} becomes {CACHE_TOLERANCE:.0%}, because a step of "
-    "a fraction of a millisecond scatters more, and BIC must not prefer n ln n or n^1.5 to the line by more than "
-    f"{fit.DECISIVE_BIC:g}. The results also have the verdict on a single line, under `linear`.",
+    f"or if the fit without the longest length misses it by more than {fit.TOLERANCE:.0%}. For whole prompts, "
+    f"the quadratic term must also be {ENOUGH_REACH:g} times the linear one at the longest length.",
+    "A token with the cache, and its cross-attention, is linear with a slope of its own in each regime; a prompt is "
+    "the sum of such lines over its positions, a quadratic with its own c in each. The knees are not fitted: "
+    "they are the lengths at which keys and values fill one of the processor's caches, as the system reports its size. "
+    "Until then every token also displaces weights from that cache, which the next step reads from the slower one "
+    "behind it; beyond, keys and values come from the slower one. BIC must not prefer n ln n or n^1.5 to such a line, "
+    f"n² ln n or n^2.5 to such a quadratic, by more than {fit.DECISIVE_BIC:g}. For a line {fit.TOLERANCE:.0%} becomes "
+    f"{CACHE_TOLERANCE:.0%}, because a step of a fraction of a millisecond scatters more. The results also have the "
+    "verdicts on a single regime, under `linear` and `quadratic`.",
     "Resamples of the samples are judged in the same way. If less than "
     f"{STABLE:.0%} of them have the verdict of the run, it is inconclusive. So it is if other processes took more than "
     f"{BUSY:.0%} of the machine, or more than {NOISY:.0%} and something is refused.",
@@ -64,6 +66,7 @@ _RIVALS: Mapping[str, str] = {
     "linear": "synthetic times that are linear",
     "linearithmic": "synthetic times that grow with n ln n",
     "three_halves": "synthetic times that grow with n^1.5",
+    "cube": "synthetic times with a cube in place of the square",
 }
 _CACHED_RIVALS: Mapping[str, str] = {
     "linearithmic": "that grow with n ln n",
@@ -153,7 +156,8 @@ def _quadratic_cells(each: Mapping[str, Any]) -> dict[str, str]:
     return {
         "b, µs/token": f"{1e6 * each['b']:.3g}",
         "c, ns/token² (95 %)": f"{1e9 * each['c']:.3g} ({1e9 * each['c_low']:.3g}…{1e9 * each['c_high']:.3g})",
-        "n* = b/c, tokens (95 %)": _lengths(each, "n_star"),
+        **_regime_cells(each, "c", "c_by_regime"),
+        "n*, tokens (95 %)": _lengths(each, "n_star"),
         "longest, tokens": f"{each['longest']:,.0f}" + ("" if each["reach"] is None else f" = {each['reach']:.1f} n*"),
         "BIC(linear) - BIC(quadratic)": f"{each['bic_linear'] - each['bic_quadratic']:+.0f}",
         "BIC(quadratic) - BIC(cubic)": f"{each['bic_quadratic'] - each['bic_cubic']:+.0f}",
@@ -162,15 +166,20 @@ def _quadratic_cells(each: Mapping[str, Any]) -> dict[str, str]:
 
 def _linear_cells(each: Mapping[str, Any]) -> dict[str, str]:
     slope = f"{1e9 * each['slope']:.3g} ({1e9 * each['slope_low']:.3g}…{1e9 * each['slope_high']:.3g})"
-    regimes = [f"{1e9 * value:.3g}" for value in each["slopes"]]
     return {
         "b, ns/token (95 %)": slope,
-        "b by regime": ", ".join(regimes),
-        "knees, tokens": ", ".join(f"{value:,.0f}" for value in each["knees"]) or "-",
-        "a/b, tokens (95 %)": _lengths(each, "crossover"),
+        **_regime_cells(each, "b", "slopes"),
+        "as much as a, tokens (95 %)": _lengths(each, "crossover"),
         "longest, tokens": f"{each['longest']:,.0f}",
         "BIC(constant) - BIC(linear)": f"{each['bic_constant'] - each['bic_linear']:+.0f}",
         "BIC(linear) - BIC(quadratic)": f"{each['bic_linear'] - each['bic_quadratic']:+.0f}",
+    }
+
+
+def _regime_cells(each: Mapping[str, Any], symbol: str, figures: str) -> dict[str, str]:
+    return {
+        f"{symbol} by regime": ", ".join(f"{1e9 * value:.3g}" for value in each[figures]),
+        "knees, tokens": ", ".join(f"{value:,.0f}" for value in each["knees"]) or "-",
     }
 
 
@@ -234,19 +243,21 @@ def _verdict(results: Results) -> str:
         return "**The law is refused** on this machine with this version of the service."
     return (
         f"**The law holds.** Prefill takes a + bn + cn² with c = {1e9 * prefill['c']:.3g} ns/token² "
-        f"({1e9 * prefill['c_low']:.3g}…{1e9 * prefill['c_high']:.3g}) and n* = {_length(prefill['n_star'])} tokens: "
-        "beyond that, attention costs more than the linear part. A token with the KV cache is linear in its context, "
-        f"{1e9 * decode['slope']:.3g} ns per token of it{_by_regime(decode)}; without the cache it is quadratic. "
+        f"({1e9 * prefill['c_low']:.3g}…{1e9 * prefill['c_high']:.3g}{_by_regime(prefill, 'c_by_regime')}) and n* = "
+        f"{_length(prefill['n_star'])} tokens: beyond that, attention costs more than the linear part. A token with "
+        f"the KV cache is linear in its context, {1e9 * decode['slope']:.3g} ns per token of it "
+        f"({1e9 * decode['slope_low']:.3g}…{1e9 * decode['slope_high']:.3g}{_by_regime(decode, 'slopes')}); without "
+        "the cache it is quadratic. "
         f"{results['agreement']:.1%} of {results['draws'] // 2:,} resamples of the samples have the same verdict."
     )
 
 
-def _by_regime(each: Mapping[str, Any]) -> str:
-    """The slopes of a line with knees, in words."""
+def _by_regime(each: Mapping[str, Any], figures: str) -> str:
+    """The coefficients of a law with knees, in words."""
     if not each["knees"]:
         return ""
-    slopes = ", then ".join(f"{1e9 * value:.3g}" for value in each["slopes"])
-    return f" ({slopes}, with the knee at {', '.join(f'{knee:,.0f}' for knee in each['knees'])})"
+    values = ", then ".join(f"{1e9 * value:.3g}" for value in each[figures])
+    return f"; {values}, with the knee at {', '.join(f'{knee:,.0f}' for knee in each['knees'])}"
 
 
 def _compared(results: Results) -> str:

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from loadtest.scaling import fit
-from loadtest.scaling.fit import Curve, Examination, Samples, examine
+from loadtest.scaling import fit, judge, study
+from loadtest.scaling.claims import CACHE_TOLERANCE
+from loadtest.scaling.fit import Curve, Examination, Regimes, Samples, examine
 
 LENGTHS = tuple(round(64 * 1.5**step) for step in range(12))
 """64 to 5536 tokens."""
@@ -125,11 +126,13 @@ def test_a_curve_that_misses_one_length_is_refused() -> None:
 
 @pytest.mark.parametrize(("reach", "holds"), [(2.7, True), (2.8, False)])
 def test_lengths_that_do_not_go_far_enough_beyond_the_crossover_prove_nothing(reach: float, holds: bool) -> None:
-    # 5536 tokens are 2.768 times 2000.
+    # 5536 tokens are 2.768 times 2000, where both terms are equal.
     found = examine(exact(QUADRATIC), 2, draws=20, reach=reach)
     assert found.holds is holds
-    assert holds or found.objections == ("5536 tokens are 2.77 times the crossover, not 2.8",)
-    assert any("0.00 times the crossover" in each for each in examine(exact(LINEAR), 2, draws=20, reach=1.0).objections)
+    assert holds or found.objections == ("at 5536 tokens the quadratic term is 2.77 times the linear one, not 2.8",)
+    assert any(
+        "0.00 times the linear one" in each for each in examine(exact(LINEAR), 2, draws=20, reach=1.0).objections
+    )
 
 
 def test_a_constant_is_no_law_at_all() -> None:
@@ -187,7 +190,7 @@ def test_the_band_holds_the_curve_and_the_same_seed_gives_the_same_bootstrap() -
 
 LONG = tuple(4 * length for length in LENGTHS)
 KNEE = (2048.0,)
-REGIMES = Curve((1.3e-4, 36e-9, 12e-9), KNEE)
+REGIMES = Curve((1.3e-4, 36e-9, 12e-9), Regimes(1, KNEE))
 """Steps that read weights and K/V from a cache up to the knee."""
 
 
@@ -198,21 +201,64 @@ def test_a_line_by_regimes_is_found_and_a_single_line_bends_away_from_it(seed: i
     assert found.holds
     assert found.refused.mean() <= 0.1
     assert found.curve.coefficients == pytest.approx(REGIMES.coefficients, rel=0.2)
-    # The mean slope up to the longest length, and where its part equals the constant.
+    # The mean slope up to the longest length, and where the slopes' part equals the constant.
     assert found.coefficients[1] == pytest.approx((36e-9 * 2048 + 12e-9 * (LONG[-1] - 2048)) / LONG[-1], rel=0.1)
-    assert found.crossover == pytest.approx(1.3e-4 / found.coefficients[1], rel=0.1)
+    assert found.crossover == pytest.approx(2048 + (1.3e-4 - 36e-9 * 2048) / 12e-9, rel=0.15)
     line = examine(samples, 1, draws=50, seed=seed)
     assert line.extrapolation_error > 0.1 > found.extrapolation_error
     assert line.bic[1] - found.bic[1] > fit.DECISIVE_BIC
 
 
 def test_a_square_beside_regimes_is_seen_and_draws_are_judged_like_the_samples() -> None:
-    square = Curve((*REGIMES.coefficients, 4e-4 / LONG[-1] ** 2), KNEE)
+    square = Curve((*REGIMES.coefficients, 4e-4 / LONG[-1] ** 2), REGIMES.regimes)
     found = examine(noisy(square, 0, lengths=LONG), 1, draws=50, judged=50, tolerance=0.2, knees=KNEE)
     assert any(objection.startswith("BIC prefers quadratic to linear by") for objection in found.objections)
     assert found.refused.all()
     single = examine(noisy(square, 0, lengths=LONG), 1, draws=50, tolerance=0.2)
     assert not any("BIC prefers quadratic" in objection for objection in single.objections)
+
+
+PROMPTS = Curve((1e-3, 2e-6, 2e-9, 5e-9), Regimes(2, KNEE))
+"""Prompts whose positions read keys and values from a slower cache beyond the knee."""
+
+
+def test_a_prompt_is_the_sum_of_its_positions() -> None:
+    line = Curve((0.0, *PROMPTS.coefficients[2:]), Regimes(1, KNEE))
+    for length in (100, 2048, 6000):
+        positions = np.arange(length) + 0.5
+        assert PROMPTS.term_at(2, length) == pytest.approx(2 * line.at(positions).sum())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_quadratic_by_regimes_is_found_and_a_single_one_misses_it(seed: int) -> None:
+    samples = noisy(PROMPTS, seed, lengths=LONG, noise=0.02)
+    found = examine(samples, 2, draws=200, judged=50, seed=seed, reach=5.0, knees=KNEE)
+    assert found.holds
+    assert found.refused.mean() <= 0.1
+    assert found.curve.coefficients[2:] == pytest.approx(PROMPTS.coefficients[2:], rel=0.15)
+    assert found.crossover == pytest.approx(2e-6 / 2e-9, rel=0.2)
+    single = examine(samples, 2, draws=50, seed=seed)
+    assert single.extrapolation_error > 0.1 > found.extrapolation_error
+
+
+@pytest.mark.parametrize("rival", [lambda n: n**2 * np.log(n), lambda n: n**2.5, lambda n: n**3])
+def test_no_rival_passes_as_a_quadratic_by_regimes(rival: fit.Law) -> None:
+    times = rival(np.array(LONG, float))
+    found = examine(list(zip(LONG, times / times[-1], strict=True)), 2, draws=20, knees=KNEE)
+    assert any(objection.startswith("BIC prefers") for objection in found.objections)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("rival", ["linearithmic", "three_halves", "quadratic", "square"])
+def test_no_rival_passes_as_a_cached_token(rival: str, seed: int) -> None:
+    lengths = study.geometric(64, 16288, 32, 16)
+    truth = judge.cached_rivals(Curve((1.3e-4, 2e-8)), lengths[-1])[rival]
+    assert float(truth(lengths[-1])) == pytest.approx(1.3e-4 + 2e-8 * lengths[-1])
+    samples = judge.synthetic(truth, lengths, 15, seed)
+    found = examine(samples, 1, draws=50, seed=seed, tolerance=CACHE_TOLERANCE, knees=[2048.0])
+    assert not found.holds
+    # Two slopes come within a quarter of n ln n everywhere.
+    assert rival != "linearithmic" or any("BIC prefers n ln n to linear by" in each for each in found.objections)
 
 
 def test_the_median_is_steady_where_a_machine_has_two_speeds() -> None:

@@ -20,9 +20,8 @@ import pytest
 from loadtest import machine
 from loadtest.document import to_page
 from loadtest.scaling import command, fit, judge, operations, report, study
-from loadtest.scaling.claims import CACHE_TOLERANCE
 from loadtest.scaling.evidence import Evidence
-from loadtest.scaling.fit import Curve
+from loadtest.scaling.fit import Curve, Regimes
 from loadtest.scaling.judge import drift, synthetic
 from loadtest.scaling.study import Found, StudySettings
 from model.spec import cost
@@ -137,7 +136,7 @@ LINE, CONSTANT, CUBE = Curve((1e-3, 4e-5)), Curve((1e-3,)), Curve((1e-3, 4e-5, 0
     ("series", "truth", "said"),
     [
         ("prefill", LINE, "prefill of a whole prompt is quadratic in its length: the quadratic"),
-        ("prefill", Curve((1e-3, 8e-6, 5e-9)), "prefill of a whole prompt is quadratic in its length: 5536 tokens"),
+        ("prefill", Curve((1e-3, 8e-6, 5e-9)), "prefill of a whole prompt is quadratic in its length: at 5536 tokens"),
         ("prefill_chunked", LINE, "prefill in chunks is quadratic"),
         ("no_cache", LINE, "a token without the cache is quadratic in its context: "),
         ("encoder", CUBE, "encoding is quadratic in the source's length: BIC prefers cubic"),
@@ -190,19 +189,6 @@ def test_a_verdict_that_its_resamples_do_not_have_is_inconclusive(run: Run) -> N
     assert "inconclusive: only" in said
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("rival", ["linearithmic", "three_halves", "quadratic", "square"])
-def test_no_rival_passes_as_a_cached_token(rival: str, seed: int) -> None:
-    lengths = study.geometric(64, 16288, 32, 16)
-    truth = judge.cached_rivals(Curve((1.3e-4, 2e-8)), lengths[-1])[rival]
-    assert float(truth(lengths[-1])) == pytest.approx(1.3e-4 + 2e-8 * lengths[-1])
-    samples = synthetic(truth, lengths, 15, seed)
-    found = fit.examine(samples, 1, draws=50, seed=seed, tolerance=CACHE_TOLERANCE, knees=[2048.0])
-    assert not found.holds
-    # Two slopes come within a quarter of n ln n everywhere.
-    assert rival != "linearithmic" or any("BIC prefers n ln n to linear by" in each for each in found.objections)
-
-
 @pytest.mark.parametrize(
     ("caches", "knees"),
     [
@@ -218,6 +204,15 @@ def test_knees_are_where_keys_and_values_fill_a_cache(caches: list[int], knees: 
     samples = found()
     samples.facts["caches"] = caches
     assert judge.knees_of(samples, "decode") == knees
+
+
+def test_a_prompt_has_a_coefficient_of_its_own_beyond_a_cache(run: Run) -> None:
+    samples = found(prefill=Curve((1e-3, 8e-6, 1.6e-8, 4e-8), Regimes(2, (2048.0,))))
+    samples.facts["caches"] = [4 << 20]
+    status, results, _ = run(samples)
+    prefill = results["prefill"]
+    assert (status, prefill["knees"], prefill["holds"], prefill["quadratic"]) == (0, [2048.0], True, False)
+    assert prefill["c_by_regime"] == pytest.approx([1.6e-8, 4e-8], rel=0.15)
 
 
 def test_a_quick_run_decides_nothing(run: Run) -> None:
@@ -559,7 +554,7 @@ def test_a_capacity_curve_is_shown_if_given(results: dict[str, Any], tmp_path: P
 def test_the_controls_list_their_objections(results: dict[str, Any]) -> None:
     one = {"controls.gru_whole_objections": ["the quadratic term is 3.0% of the time"]}
     lines = report.controls(changed(results, one))
-    assert len(lines) == 11
+    assert len(lines) == 12
     assert lines[0].startswith("synthetic times that are linear: no quadratic, because ")
     (whole,) = (line for line in lines if "reads in one run" in line)
     assert whole.endswith("no quadratic, because the quadratic term is 3.0% of the time (the only objection)")
@@ -569,8 +564,8 @@ def test_the_controls_list_their_objections(results: dict[str, Any]) -> None:
     fooled = changed(results, fooled | {"controls.cached_square_objections": []})
     del fooled["controls"]["gru_whole_rejects_quadratic"]
     ends = [line.rpartition(": ")[2] for line in report.controls(fooled)]
-    assert ends[3:5] == ["**wrongly found quadratic**", "not measured"]
-    assert ends[8:10] == ["**wrongly found linear**", "**wrongly refused**"]
+    assert ends[4:6] == ["**wrongly found quadratic**", "not measured"]
+    assert ends[9:11] == ["**wrongly found linear**", "**wrongly refused**"]
 
 
 def test_the_document_shows_the_figures_and_its_pictures(results: dict[str, Any], tmp_path: Path) -> None:
