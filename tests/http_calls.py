@@ -5,22 +5,28 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from openai import AsyncOpenAI
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Counter
 
 from model.spec.artifact import CHAT, MANIFEST, hash_file, read_manifest
 from model.spec.chat import ChatSettings
+from service.access import OpenAccess
 from service.app import App
 from service.config import ServeConfig
+from service.telemetry.tracing import NoTracer
+from service.transport.admission import OpenCalls
+from service.transport.http.calls import Calls, Request, Route
+from service.transport.http.server import HttpServer
+from service.transport.setup import transport_limits
 from tests.artifacts import rehash, tiny_artifact
 from tests.integration.test_server_chat import TEMPLATE
-from tests.servers import Running, running, served_model
+from tests.servers import CONFIG, Running, running, served_model
 from tests.servers import connect as connect_clients
 
 POLITE: dict[str, Any] = {"chat": TEMPLATE, "context": 256}
@@ -99,7 +105,8 @@ def request_bytes(
     """A request; `body` is JSON, or bytes as they are."""
     data = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
     lines = [f"{method or ('GET' if body is None else 'POST')} {path} HTTP/1.1", "host: test"]
-    given = {"content-length": str(len(data)), **(headers or {})}
+    kind = {} if body is None else {"content-type": "application/json"}
+    given = {"content-length": str(len(data)), **kind, **(headers or {})}
     lines += [f"{name}: {value}" for name, value in given.items()]
     return "\r\n".join([*lines, "", ""]).encode() + data
 
@@ -128,3 +135,34 @@ async def read_answer(reader: asyncio.StreamReader) -> Answer:
     else:
         body = await reader.readexactly(int(headers["content-length"]))
     return Answer(int(head[0].split()[1]), headers, body)
+
+
+async def send(server: Running, data: bytes, most: int = -1) -> bytes:
+    """All that a client gets for some bytes; with `most`, what comes first of it."""
+    reader, writer = await connect(server)
+    try:
+        writer.write(data)
+        await writer.drain()
+        return await reader.read(most)
+    except ConnectionError:
+        return b""
+    finally:
+        writer.close()
+
+
+@asynccontextmanager
+async def answering(handler: Callable[[Request], Any], **changes: Any) -> AsyncIterator[tuple[Running, OpenCalls]]:
+    """An HTTP server whose only route is the handler's."""
+    config = ServeConfig(models=CONFIG.models, **changes)
+    handled = Counter("handled", "", ["http_route", "http_status"], registry=CollectorRegistry())
+    open_calls = OpenCalls()
+    routes = {"/": Route("GET", handler, "Generate"), "/it": Route("GET", handler, "Generate")}
+    calls = Calls(routes, handled, OpenAccess(), transport_limits(config), lambda: 1000, NoTracer(), open_calls)
+    server = HttpServer(calls, config)
+    port = await server.start("127.0.0.1", 0)
+    endpoint = type("Endpoint", (), {"host": "127.0.0.1", "http_port": port})
+    try:
+        app = type("App", (), {"_http": server})
+        yield type("Server", (), {"endpoint": endpoint, "app": app}), open_calls  # type: ignore[misc]
+    finally:
+        await server.stop(1)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import importlib.resources
 import json
 import random
+import re
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+import jsonschema
 
 from model.spec.tokenizer import Tokenizer
 from service.engine.sampling.grammar import Grammar, Vocabulary
@@ -67,6 +70,20 @@ def _string(source: random.Random, _: int) -> dict[str, Any]:
 
 def _pattern(source: random.Random, _: int) -> dict[str, Any]:
     return {"type": "string", "pattern": source.choice(("^[a-c]{2}$", "^(ab|cd)?x$", r"^\d{1,3}$", "^ä+b$"))}
+
+
+FORMATS = jsonschema.FormatChecker(("date", "ipv4", "ipv6", "uuid"))
+
+
+@FORMATS.checks("time")
+def _is_time(value: object) -> bool:
+    """As RFC 3339 has it; the library's is that of an old draft."""
+    return not isinstance(value, str) or bool(re.fullmatch(r"\d\d:\d\d:\d\d(\.\d+)?(z|[+-]\d\d:\d\d)", value, re.I))
+
+
+def validate(text: str, schema: Any) -> None:
+    """Raises unless a JSON text follows a schema, and its formats."""
+    jsonschema.validate(json.loads(text), schema, format_checker=FORMATS)
 
 
 def _format(source: random.Random, _: int) -> dict[str, Any]:

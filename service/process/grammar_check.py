@@ -90,26 +90,30 @@ def find_keyword(schema: str, error: str) -> str:
     # An error may repeat the schema's own words, and these look like a list.
     try:
         keys = set(json.loads(listed[1])) if listed else {"oneOf"} if error.startswith("oneOf") else set()
-        return next((f"#{path}" for path, key in _keywords(json.loads(schema), "") if key in keys), "")
+        keywords = _keywords(json.loads(schema)) if keys else ()
+        return next((f"#{path}" for path, key in keywords if key in keys), "")
     except (TypeError, ValueError, RecursionError):
         return ""
 
 
-def _keywords(schema: Any, path: str) -> Iterator[tuple[str, str]]:
-    """The keywords of a schema and of those in it, each with its path."""
-    if isinstance(schema, list):
-        for index, each in enumerate(schema):
-            yield from _keywords(each, f"{path}/{index}")
-    if not isinstance(schema, dict):
-        return
-    for key, value in schema.items():
-        at = f"{path}/{_escape(key)}"
-        yield at, key
-        if key in _NAMED and isinstance(value, dict):
-            for name, each in value.items():
-                yield from _keywords(each, f"{at}/{_escape(name)}")
-        elif key not in _DATA:
-            yield from _keywords(value, at)
+def _keywords(schema: Any) -> Iterator[tuple[str, str]]:
+    """The keywords of a schema and of those in it, each with its path, in the order of the text."""
+    # What is left to look at, the next one last: a keyword with its value, or a schema or list of them without one.
+    left: list[tuple[str | None, Any, str]] = [(None, schema, "")]
+    while left:
+        key, value, path = left.pop()
+        inner: list[tuple[str | None, Any, str]] = []
+        if key is not None:
+            yield path, key
+            if key in _NAMED and isinstance(value, dict):
+                inner = [(None, each, f"{path}/{_escape(name)}") for name, each in value.items()]
+            elif key not in _DATA:
+                inner = [(None, value, path)]
+        elif isinstance(value, list):
+            inner = [(None, each, f"{path}/{index}") for index, each in enumerate(value)]
+        elif isinstance(value, dict):
+            inner = [(name, each, f"{path}/{_escape(name)}") for name, each in value.items()]
+        left += reversed(inner)
 
 
 def _escape(name: str) -> str:

@@ -7,6 +7,7 @@ have low priority, and compiling releases the interpreter's lock.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections import Counter, OrderedDict
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +27,7 @@ _MAX_CACHED_BYTES = 128 << 20
 _BASE_BYTES = 64 << 10
 
 _Compiled = tuple[Grammar | InvalidRequest, int]
+_Key = tuple[Vocabulary, StructuredOutput]
 # And the tenant that had it compiled.
 _Cached = tuple[str, _Compiled]
 
@@ -37,8 +39,11 @@ class Grammars:
         self._checks: SimpleQueue[GrammarCheck] = SimpleQueue()
         self._queue: FairQueue | None = None
         # By vocabulary, which a reloaded model has anew; least recently used first.
-        self._cached: OrderedDict[tuple[Vocabulary, StructuredOutput], _Cached] = OrderedDict()
+        self._cached: OrderedDict[_Key, _Cached] = OrderedDict()
         self._num_cached_bytes: Counter[str] = Counter()
+        # What a tenant has compiled now, and how many requests wait for it.
+        self._running: dict[tuple[str, _Key], asyncio.Task[_Compiled]] = {}
+        self._num_waiting: Counter[asyncio.Task[_Compiled]] = Counter()
         self._is_closed = False
 
     async def compile(self, tenant: str, vocabulary: Vocabulary | None, asked: StructuredOutput) -> Grammar:
@@ -56,28 +61,55 @@ class Grammars:
         if vocabulary is None:
             raise UnsupportedFeature("structured_output", "needs llguidance and known bytes of all tokens")
         key = vocabulary, asked
-        if key not in self._cached:
-            queue = self._queue = self._queue or self._start()
-            # As long work, however short its text: it waits for a thread where tenants take turns, not behind others.
-            compiled = await queue.run(tenant, LONG_BYTES, self._compile, vocabulary, asked)
-            # Another request may have compiled the same meanwhile.
-            if key not in self._cached:
-                self._cached[key] = tenant, compiled
-                self._num_cached_bytes[tenant] += compiled[1]
-        self._cached.move_to_end(key)
-        _, (result, _) = self._cached[key]
+        _, known = self._cached.get(key, ("", None))
+        if known is not None and isinstance(known[0], Grammar) and known[0].is_spent:
+            self._forget(key)
+            known = None
+        if known is None:
+            known = await self._running_or_begun(tenant, key)
+        if key in self._cached:
+            self._cached.move_to_end(key)
+        result, _ = known
         while self._num_cached_bytes.total() > _MAX_CACHED_BYTES:
-            self._forget()
+            self._forget_oldest()
         if isinstance(result, InvalidRequest):
             # Anew, as a traceback belongs to one call.
             raise InvalidRequest(result.field, result.value, result.limit)
         return result
 
-    def _forget(self) -> None:
+    async def _running_or_begun(self, tenant: str, key: _Key) -> _Compiled:
+        """What a tenant's requests wait for together. It ends with the last of them."""
+        if (running := self._running.get((tenant, key))) is None:
+            running = self._running[tenant, key] = asyncio.ensure_future(self._have_compiled(tenant, key))
+        self._num_waiting[running] += 1
+        try:
+            return await asyncio.shield(running)
+        finally:
+            self._num_waiting[running] -= 1
+            if not self._num_waiting[running]:
+                del self._num_waiting[running]
+                # Whoever comes now begins anew.
+                self._running.pop((tenant, key), None)
+                running.cancel()
+
+    async def _have_compiled(self, tenant: str, key: _Key) -> _Compiled:
+        """Compiles and caches."""
+        queue = self._queue = self._queue or self._start()
+        # As long work, however short its text: it waits for a thread where tenants take turns, not behind others.
+        compiled = await queue.run(tenant, LONG_BYTES, self._compile, *key)
+        # Another tenant may have had the same compiled meanwhile.
+        if key not in self._cached:
+            self._cached[key] = tenant, compiled
+            self._num_cached_bytes[tenant] += compiled[1]
+        return compiled
+
+    def _forget_oldest(self) -> None:
         """What was used longest ago of the tenant that takes most."""
         [(tenant, _)] = self._num_cached_bytes.most_common(1)
-        key = next(key for key, (owner, _) in self._cached.items() if owner == tenant)
-        _, (_, num_bytes) = self._cached.pop(key)
+        self._forget(next(key for key, (owner, _) in self._cached.items() if owner == tenant))
+
+    def _forget(self, key: _Key) -> None:
+        tenant, (_, num_bytes) = self._cached.pop(key)
         self._num_cached_bytes[tenant] -= num_bytes
         # Tenants without a grammar are not kept.
         self._num_cached_bytes += Counter()

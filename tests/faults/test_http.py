@@ -5,48 +5,28 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import socket
 import sys
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, suppress
+from collections import defaultdict
+from collections.abc import Iterator
+from http import HTTPStatus
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry, Counter
 
-from service.access import OpenAccess
-from service.config import ServeConfig
-from service.telemetry.tracing import NoTracer
-from service.transport.admission import OpenCalls
 from service.transport.http import connection
-from service.transport.http.calls import Calls, Request, Route
-from service.transport.http.failures import CLIENT_GONE
-from service.transport.http.server import HttpServer
-from service.transport.setup import transport_limits
-from tests.http_calls import MESSAGES, ask, connect, read_answer, request_bytes, serving
-from tests.servers import CONFIG, MODEL, Running, eventually, served_model
+from service.transport.http.calls import Request
+from tests.http_calls import MESSAGES, answering, ask, connect, read_answer, request_bytes, send, serving
+from tests.servers import Running, eventually
 
 COMPLETIONS = "/v1/completions"
 FIELDS: dict[str, Any] = {"prompt": "ab", "max_tokens": 2}
+POST = b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\n"
+CHUNKED = POST + b"transfer-encoding: chunked\r\n\r\n"
 DOCUMENTED = {200, 400, 401, 404, 405, 408, 413, 429, 431}
 
 
 async def is_well(server: Running) -> bool:
     return (await ask(server, COMPLETIONS, FIELDS)).status == 200
-
-
-async def send(server: Running, data: bytes, most: int = -1) -> bytes:
-    """All that a client gets for some bytes; with `most`, what comes first of it."""
-    reader, writer = await connect(server)
-    try:
-        writer.write(data)
-        await writer.drain()
-        return await reader.read(most)
-    except ConnectionError:
-        return b""
-    finally:
-        writer.close()
 
 
 async def test_a_head_that_does_not_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,16 +65,27 @@ async def test_a_flood_in_the_head_is_refused(head: bytes, monkeypatch: pytest.M
         assert await is_well(server)
 
 
+@pytest.mark.parametrize("head", [CHUNKED, CHUNKED.replace(POST, b"GET /health HTTP/1.1\r\n")], ids=["post", "get"])
+@pytest.mark.parametrize("begin", [b"0\r\nx: ", b"0\r\n", b"1;"], ids=["a trailer", "its name", "an extension"])
+async def test_what_does_not_end_in_a_body_is_refused_before_it_is_kept(head: bytes, begin: bytes) -> None:
+    async with serving(max_stall_seconds=3600) as server:
+        answer = await send(server, head + begin + b"y" * (4 << 20))
+        assert b" 431 " in answer or not answer or answer.startswith(b"HTTP/1.1 200 "), answer
+        http: Any = server.app._http
+        await eventually(lambda: not http._state.connections)
+        assert await is_well(server)
+
+
 async def test_a_large_body_is_refused_before_it_is_read_and_the_connection_goes_on() -> None:
     async with serving(max_message_bytes=100_000) as server:
         reader, writer = await connect(server)
-        writer.write(b"POST /v1/completions HTTP/1.1\r\ncontent-length: 150000\r\n\r\n")
+        writer.write(POST + b"content-length: 150000\r\n\r\n")
         assert (await read_answer(reader)).status == 413  # nothing of it was sent
         writer.write(b"x" * 150_000 + request_bytes(COMPLETIONS, FIELDS))
         assert await reader.read() == b"", "as much as another body is discarded, then the connection ends"
         writer.close()
         chunk = b"8000\r\n" + b" " * 0x8000 + b"\r\n"
-        head = b"POST /v1/completions HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n"
+        head = CHUNKED
         reader, writer = await connect(server)
         writer.write(head + 4 * chunk)
         refused = await read_answer(reader)
@@ -181,7 +172,7 @@ async def test_a_wish_for_another_protocol_is_ignored_and_its_body_is_no_request
 
 async def test_a_flood_of_tiny_chunks_is_refused() -> None:
     async with serving() as server:
-        head = b"POST /v1/completions HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n"
+        head = CHUNKED
         answer = await send(server, head + b"1\r\n \r\n" * 200_000)
         assert answer == b"" or b"chunks are too small" in answer
         await eventually(lambda: server.app._open_calls.num_open == 0)
@@ -265,16 +256,20 @@ async def test_paths_methods_and_headers_have_their_statuses() -> None:
     async with serving() as server:
         assert (await ask(server, "/nowhere", FIELDS)).status == 404
         assert (await ask(server, "/v1/models/", None)).status == 404
-        assert (await ask(server, COMPLETIONS, None)).status == 405
+        other = await ask(server, COMPLETIONS, None)
+        assert (other.status, other.headers["allow"]) == (405, "POST")
         assert (await ask(server, "/health", FIELDS)).status == 405
         for headers in (
             {"content-encoding": "gzip"},
             {"content-type": "text/plain"},
+            {"content-type": ""},
             {"x-request-timeout": "soon"},
             {"x-request-timeout": "-1"},
         ):
             refused = await ask(server, COMPLETIONS, FIELDS, headers)
             assert (refused.status, refused.error["param"]) == (400, *headers)
+        untyped = request_bytes(COMPLETIONS, FIELDS, {"connection": "close"}).replace(b"content-type", b"x-type")
+        assert b"content-type: must be application/json, got None" in await send(server, untyped)
         patient = request_bytes(COMPLETIONS, FIELDS, {"expect": "100-continue", "connection": "close"})
         assert (await send(server, patient)).startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 ")
 
@@ -300,24 +295,6 @@ async def test_connections_and_calls_are_bounded_and_health_is_still_answered() 
         assert await is_well(server)
 
 
-@asynccontextmanager
-async def answering(handler: Callable[[Request], Any], **changes: Any) -> AsyncIterator[tuple[Running, OpenCalls]]:
-    """An HTTP server whose only route is the handler's."""
-    config = ServeConfig(models=CONFIG.models, **changes)
-    handled = Counter("handled", "", ["http_route", "http_status"], registry=CollectorRegistry())
-    open_calls = OpenCalls()
-    routes = {"/": Route("GET", handler, "Generate"), "/it": Route("GET", handler, "Generate")}
-    calls = Calls(routes, handled, OpenAccess(), transport_limits(config), lambda: 1000, NoTracer(), open_calls)
-    server = HttpServer(calls, config)
-    port = await server.start("127.0.0.1", 0)
-    endpoint = type("Endpoint", (), {"host": "127.0.0.1", "http_port": port})
-    try:
-        app = type("App", (), {"_http": server})
-        yield type("Server", (), {"endpoint": endpoint, "app": app}), open_calls  # type: ignore[misc]
-    finally:
-        await server.stop(1)
-
-
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -338,85 +315,6 @@ async def test_a_request_id_that_no_header_can_have_is_percent_encoded_there(*, 
         answer = await ask(server, COMPLETIONS, {**FIELDS, "request_id": "é 50%日", "stream": streamed})
     assert (answer.status, answer.headers["x-request-id"]) == (200, "%C3%A9 50%%E6%97%A5")
     assert (answer.events[0] if streamed else answer.json)["id"] == "cmpl-é 50%日"
-
-
-async def test_an_answer_that_cannot_be_sent_is_logged_and_ends_its_connection(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    async def handler(_request: Request) -> Any:
-        return "no bytes"
-
-    async with answering(handler) as (server, open_calls):
-        assert (await send(server, request_bytes("/it"))).endswith(b"\r\n\r\n")
-        await open_calls.wait_idle()
-    assert "an unexpected error ended an answer" in caplog.text
-
-
-async def test_a_client_that_reads_nothing_is_cut_off() -> None:
-    async def handler(request: Request) -> bytes:
-        return b"y" * (20 << 20)
-
-    async with answering(handler, max_stall_seconds=0.5) as (server, open_calls):
-        slow = socket.socket()
-        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        slow.connect((server.endpoint.host, server.endpoint.http_port))
-        slow.sendall(request_bytes("/it"))
-        received = await asyncio.to_thread(read_all, slow)
-        await open_calls.wait_idle()
-        slow.close()
-        assert received < 20 << 20
-
-
-async def test_a_stream_whose_client_reads_nothing_frees_its_row() -> None:
-    served = served_model(context=1 << 15)
-    async with serving([served], max_stall_seconds=0.5) as server:
-        fields = {"prompt": "ab", "max_tokens": 30_000, "ignore_eos": True, "logprobs": 20, "stream": True}
-        slow = socket.socket()
-        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        slow.connect((server.endpoint.host, server.endpoint.http_port))
-        slow.sendall(request_bytes(COMPLETIONS, fields))
-        await eventually(lambda: server.num_streams == 1)
-        ended = await server.until_idle()
-        assert ended == {"cancelled": 1}
-        http: Any = server.app._http
-        await eventually(lambda: not http._state.connections)
-        assert server.metric("kv_cache_usage_ratio", model_name=MODEL) == 0
-        assert await is_well(server)
-        slow.close()
-
-
-def read_all(slow: socket.socket) -> int:
-    """How many bytes still come, to a client that begins to read late, before the connection ends."""
-    time.sleep(2)
-    received = 0
-    with suppress(ConnectionError):
-        while part := slow.recv(1 << 16):
-            received += len(part)
-    return received
-
-
-async def test_a_connection_whose_last_answer_is_never_taken_ends() -> None:
-    async def handler(request: Request) -> bytes:
-        return b"y" * (1 << 20)
-
-    async with answering(handler, max_stall_seconds=0.5) as (server, open_calls):
-        slow = socket.socket()
-        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        slow.connect((server.endpoint.host, server.endpoint.http_port))
-        slow.sendall(request_bytes("/it"))
-        connections = server.app._http._state.connections
-        await eventually(lambda: bool(connections))
-        await eventually(lambda: not connections)
-        slow.close()
-        assert open_calls.num_open == 0
-
-
-async def test_a_client_that_takes_all_gets_all_of_a_large_answer() -> None:
-    async def handler(request: Request) -> bytes:
-        return b"y" * (5 << 20)
-
-    async with answering(handler) as (server, _):
-        assert (await ask(server, "/it")).body == b"y" * (5 << 20)
 
 
 SOUND: dict[str, dict[str, Any]] = {
@@ -453,6 +351,8 @@ def mutated(rng: random.Random) -> bytes:
         "use_beam_search", "beam_size", "request_id", "timeout_seconds", "min_tokens", "stop_token_ids", "echo",
         "unheard_of", "top_k", "input", "instructions", "max_output_tokens", "metadata", "include", "reasoning", "text",
         "tool_choice", "tokens", "guided_json", "guided_regex", "guided_choice", "structured_outputs",
+        "guided_grammar", "reasoning_effort", "max_completion_tokens", "parallel_tool_calls", "chat_template_kwargs",
+        "client_metadata", "return_token_ids", "min_p", "presence_penalty", "repetition_penalty", "safety_identifier",
     ]  # fmt: skip
     for _ in range(rng.randint(0, 3)):
         values[rng.choice(names)] = rng.choice(odd)
@@ -473,16 +373,17 @@ async def test_fuzzed_requests_have_documented_statuses(
     pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(connection, "_HEAD_SECONDS", 0.3)
-    seen, answered = set[int](), set[str]()
+    seen, answered = defaultdict[int, int](int), set[str]()
 
     async def one(server: Running, seed: int) -> None:
         asked = mutated(random.Random(seed))
         answer = await send(server, asked, 300)
-        if answer:
-            status = int(answer[9:12])
-            assert status in DOCUMENTED, (seed, answer)
-            seen.add(status)
-            answered.update(path for path in SOUND if status == 200 and f" {path} ".encode() in asked)
+        # None for a head that has no end or no beginning.
+        status = int(answer[9:12]) if answer else 0
+        assert status in {0, *DOCUMENTED}, (seed, answer)
+        seen[status] += 1
+        if status == HTTPStatus.OK:
+            answered.update(path for path in SOUND if f" {path} ".encode() in asked)
 
     async with serving(max_stall_seconds=0.3) as server:
         seeds = iter(range(pytestconfig.getoption("--fuzz")))
@@ -494,7 +395,8 @@ async def test_fuzzed_requests_have_documented_statuses(
         await asyncio.gather(*(some() for _ in range(64)))
         await server.until_idle()
         assert await is_well(server)
-    assert seen >= {200, 400, 404, 405}
+    print(f"statuses: {dict(seen)}")
+    assert {*seen} >= {200, 400, 404, 405}
+    assert seen[0] <= 0.1 * sum(seen.values())
     assert answered == {*SOUND} - {"/x"}
     assert "an unexpected error" not in caplog.text
-    assert CLIENT_GONE not in seen

@@ -70,8 +70,6 @@ async def test_usage_of_a_stream_is_one_last_chunk_without_choices() -> None:
 
 @pytest.mark.parametrize("reason", [FinishReason.END_OF_SEQUENCE, FinishReason.STOP, FinishReason.LENGTH])
 async def test_a_stream_ends_for_the_reason_that_the_whole_answer_has(reason: FinishReason) -> None:
-    """sgl-project/sglang#5661 and #4700, vllm-project/vllm#37937 and #37070."""
-
     def script(request: GenerationRequest) -> list[list[TokenEvent]]:
         return [[token(5)], [token(6, reason=reason)]]
 

@@ -26,6 +26,7 @@ _DRAWS: dict[str, tuple[str, str, Any]] = {
     "logit_bias": ("sampling", "logit_bias", lambda rng: {rng.randint(3, 31): float(rng.randint(-9, 9))}),
     "allowed_token_ids": ("sampling", "allowed_token_ids", lambda rng: sorted(rng.sample(range(3, 32), 12))),
     "max_tokens": ("stopping", "max_tokens", lambda rng: rng.randint(1, 20)),
+    "min_tokens": ("stopping", "min_tokens", lambda rng: rng.randint(0, 1)),
     "stop": ("stopping", "stop", lambda rng: [chr(ord("a") + rng.randint(0, 25)) for _ in range(2)]),
     "stop_token_ids": ("stopping", "stop_token_ids", lambda rng: rng.sample(range(3, 32), 2)),
     "ignore_eos": ("stopping", "ignore_eos", lambda rng: rng.random() < 0.5),
@@ -47,7 +48,7 @@ def draw(rng: random.Random) -> tuple[str, dict[str, Any], pb.GenerateRequest]:
     path = rng.choice([COMPLETIONS, CHAT, RESPONSES])
     body: dict[str, Any] = {"seed": rng.randrange(2**63)}
     request = pb.GenerateRequest(response=pb.ResponseOptions(logprobs=3))
-    text = "".join(rng.choice("abcdefg") for _ in range(rng.randint(1, 9)))
+    text = "".join(rng.choice("abcdefg") for _ in range(rng.choice([1, 3, 9, 30])))
     if path != RESPONSES and rng.random() < 0.2:
         width = rng.randint(1, 4)
         body = {"use_beam_search": True, "n": rng.randint(1, width), "beam_size": width}
@@ -71,7 +72,11 @@ def draw(rng: random.Random) -> tuple[str, dict[str, Any], pb.GenerateRequest]:
                     setattr(message, field, value)
     if path == COMPLETIONS:
         body |= {"prompt": text, "logprobs": 3, "return_token_ids": True}
-        request.text = text
+        if rng.random() < 0.3:
+            body["prompt"] = [rng.randint(3, 31) for _ in text]
+            request.token_ids.ids.extend(body["prompt"])
+        else:
+            request.text = text
         return path, body, request
     request.chat.messages.add(role="user", content=text)
     if path == CHAT:
@@ -93,6 +98,12 @@ class Read:
     tops: list[list[float]] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     end: str | None = None
+    stop: str | int | None = None
+    score: float | None = None
+
+    def conclude(self, choice: dict[str, Any]) -> None:
+        """Takes why an output ended from its choice, or the last part of it."""
+        self.end, self.stop, self.score = choice["finish_reason"], choice.get("stop_reason"), choice.get("score")
 
     def add(self, text: str, described: Any, token_ids: list[int]) -> None:
         self.text += text
@@ -111,7 +122,11 @@ def wanted_of(path: str, output: pb.Output) -> Read:
     read = Read(output.text, end=_ENDS.get(output.finish_reason, "stop"))
     read.logprobs = [own.logprob for own in output.logprobs]
     read.tops = [[] if path == COMPLETIONS else [top.logprob for top in own.top] for own in output.logprobs]
-    read.token_ids = [] if path == RESPONSES else list(output.token_ids)
+    if path != RESPONSES:
+        read.token_ids = list(output.token_ids)
+        matched = output.matched_stop.WhichOneof("match")
+        read.stop = getattr(output.matched_stop, matched) if matched else None
+        read.score = output.score if output.HasField("score") else None
     return read
 
 
@@ -123,7 +138,8 @@ def read_whole(path: str, values: Any) -> list[Read]:
         return [read]
     outputs = []
     for choice in values["choices"]:
-        outputs.append(Read(end=choice["finish_reason"]))
+        outputs.append(Read())
+        outputs[-1].conclude(choice)
         text = choice["text"] if path == COMPLETIONS else choice["message"]["content"]
         outputs[-1].add(text, choice["logprobs"], choice["token_ids"])
     return outputs
@@ -143,11 +159,12 @@ def read_stream(path: str, events: list[Any], count: int) -> tuple[list[Read], A
         for choice in event["choices"]:
             text = choice["text"] if path == COMPLETIONS else choice["delta"].get("content", "")
             outputs[choice["index"]].add(text, choice["logprobs"], choice.get("token_ids", []))
-            outputs[choice["index"]].end = choice["finish_reason"]
+            outputs[choice["index"]].conclude(choice)
     return outputs, events[-1]["usage"]
 
 
 async def compare(server: Running, path: str, body: dict[str, Any], request: pb.GenerateRequest) -> None:
+    await server.generation.Generate(request)  # whose prompt the others find in the cache
     answered = await server.generation.Generate(request)
     wanted = [wanted_of(path, each) for each in answered.outputs]
     whole = await ask(server, path, body)
@@ -159,10 +176,11 @@ async def compare(server: Running, path: str, body: dict[str, Any], request: pb.
     assert outputs == wanted, body
     kinds = ("input", "output") if path == RESPONSES else ("prompt", "completion")
     for usage in (whole.json["usage"], streamed_usage):
-        assert [usage[f"{kind}_tokens"] for kind in kinds] == [
-            answered.usage.prompt_tokens,
-            answered.usage.generated_tokens,
-        ]
+        cached = usage[f"{kinds[0]}_tokens_details"]["cached_tokens"]
+        own = answered.usage
+        assert (*(usage[f"{kind}_tokens"] for kind in kinds), cached) == (
+            own.prompt_tokens, own.generated_tokens, own.cached_tokens
+        )  # fmt: skip
 
 
 async def test_both_transports_give_the_same_answer(

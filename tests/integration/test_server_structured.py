@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import jsonschema
 import pytest
 import pytest_asyncio
 from prometheus_client import CollectorRegistry
@@ -22,7 +21,7 @@ from service.config import ServeConfig
 from service.engine.types import StructuredOutput, StructureKind
 from tests.artifacts import tiny_artifact
 from tests.servers import Running, connect, generate_request, read, status_of, stream_request
-from tests.structured import HOSTILE, draw_hostile, draw_schema, schema_of, shipped_schemas
+from tests.structured import HOSTILE, draw_hostile, draw_schema, schema_of, shipped_schemas, validate
 
 CUT = pb.FINISH_REASON_LENGTH
 MAX_TOKENS = 300
@@ -61,7 +60,7 @@ def check(output: pb.GenerationOutput, schema: Any) -> bool:
     if output.finish_reason == CUT:
         assert len(output.token_ids) == MAX_TOKENS
         return False
-    jsonschema.validate(json.loads(output.text), schema, jsonschema.Draft202012Validator)
+    validate(output.text, schema)
     return True
 
 
@@ -89,7 +88,7 @@ async def test_schemas_of_installed_packages_are_followed_or_refused_by_name(
             continue
         (output,) = (await call).outputs
         if output.finish_reason != CUT:
-            jsonschema.validate(json.loads(output.text), json.loads(text))
+            validate(output.text, json.loads(text))
             num_whole += 1
     assert num_whole
 

@@ -29,7 +29,8 @@ _HIGHEST: Float32 = np.where(
 ).astype(np.float32)
 # To draw among such a part of the vocabulary takes less than to mask the rest.
 _FEW = 0.25
-# Longer texts are split at the longest tokens: the model's tokenizer takes microseconds per byte.
+# Of a longer text the beginning is split at the longest tokens, as the model's tokenizer takes microseconds per byte.
+# llguidance asks at each mask for the tokens of all text that is forced, and uses the first.
 _MAX_CANONICAL_BYTES = 256
 _MAX_KNOWN_TEXTS = 1024
 
@@ -112,14 +113,18 @@ class _Words:
         for token_id, token in enumerate(spelled):
             if token and token_id not in eos_ids:
                 self._ids.setdefault(token, token_id)
-        self._longest = max(map(len, self._ids), default=0)
+        # Of tokens of several bytes, by the first two: the longest first.
+        lengths: dict[bytes, set[int]] = {}
+        for token in self._ids:
+            lengths.setdefault(token[:2], set()).add(len(token))
+        self._lengths = {begin: sorted(each, reverse=True) for begin, each in lengths.items()}
         # What a grammar forces, it forces again and again, within a step.
         self._known: dict[bytes, list[int]] = {}
 
     def __call__(self, text: bytes | str) -> list[int]:
         data = text.encode() if isinstance(text, str) else text
         if len(data) > _MAX_CANONICAL_BYTES:
-            return self._split(data)
+            return self._split(data[:_MAX_CANONICAL_BYTES])
         if (ids := self._known.get(data)) is None:
             if len(self._known) >= _MAX_KNOWN_TEXTS:
                 self._known.clear()
@@ -134,7 +139,7 @@ class _Words:
         """The longest tokens from left to right, up to where there is none."""
         ids, at = [], 0
         while at < len(data):
-            ends = range(min(at + self._longest, len(data)), at, -1)
+            ends = [at + length for length in (*self._lengths.get(data[at : at + 2], ()), 1)]
             end = next((end for end in ends if data[at:end] in self._ids), None)
             if end is None:
                 break
@@ -144,11 +149,18 @@ class _Words:
 
 
 class Grammar:
-    """A compiled grammar of one vocabulary. Immutable, thread-safe."""
+    """A compiled grammar of one vocabulary. Thread-safe.
+
+    Its matchers share a lexer, whose states and errors are those of all outputs so far.
+
+    Attributes:
+        is_spent: whether a matcher met a limit or an error, so that later ones may meet it at once.
+    """
 
     def __init__(self, vocabulary: Vocabulary, matcher: Any) -> None:
-        self._vocabulary = vocabulary
+        self.vocabulary = vocabulary
         self._matcher = matcher
+        self.is_spent = False
 
     def start(self, *, may_end: bool = True, is_beginning: bool = True) -> Matcher:
         """A matcher of a new output.
@@ -157,7 +169,7 @@ class Grammar:
             may_end: whether the end of sequence ends the output, so that it may be chosen.
             is_beginning: whether the output's text begins a text, and continues no target prefix.
         """
-        return Matcher(self._vocabulary, self._matcher.deep_copy(), may_end=may_end, is_beginning=is_beginning)
+        return Matcher(self, self._matcher.deep_copy(), may_end=may_end, is_beginning=is_beginning)
 
 
 class Matcher:
@@ -168,8 +180,9 @@ class Matcher:
         problem: why the grammar cannot be followed any further, None where it can.
     """
 
-    def __init__(self, vocabulary: Vocabulary, inner: Any, *, may_end: bool, is_beginning: bool) -> None:
-        self._vocabulary = vocabulary
+    def __init__(self, grammar: Grammar, inner: Any, *, may_end: bool, is_beginning: bool) -> None:
+        self._grammar = grammar
+        self._vocabulary = vocabulary = grammar.vocabulary
         self._inner = inner
         self._may_end = may_end
         self._is_beginning = is_beginning
@@ -234,15 +247,16 @@ class Matcher:
 
     def fork(self) -> Matcher:
         """An independent copy."""
-        copy = Matcher(
-            self._vocabulary, self._inner.deep_copy(), may_end=self._may_end, is_beginning=self._is_beginning
-        )
+        copy = Matcher(self._grammar, self._inner.deep_copy(), may_end=self._may_end, is_beginning=self._is_beginning)
         copy.is_complete, copy.problem = self.is_complete, self.problem
         return copy
 
     def _has_failed(self) -> bool:
         if self._inner.is_error():
-            self.problem = f"cannot be followed: {shorten_error(self._inner.get_error())}"
+            error = self._inner.get_error()
+            self.problem = f"cannot be followed: {shorten_error(error)}"
+            # A dead end is this output's alone.
+            self._grammar.is_spent |= "NoExtensionBias" not in error
         return self.problem is not None
 
 

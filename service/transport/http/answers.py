@@ -29,6 +29,8 @@ FINISH_REASONS: Mapping[FinishReason, str] = {
     FinishReason.DEADLINE: "length",
     FinishReason.CANCELLED: "length",  # never sent
 }
+# Of the JSON of a token with its log-probability, in chat also of each alternative, which completions have as a key.
+_LEAST_ENTRY_BYTES, _LEAST_TOKEN_BYTES, _LEAST_KEY_BYTES = 36, 16, 4
 # JSON has no infinity; OpenAI sends this for improbable tokens.
 _LEAST_LOGPROB = -9999.0
 
@@ -44,6 +46,8 @@ class Answer:
 
     prefix = ""
     kind = chunk_kind = ""
+    describes_text_alone = False
+    """Whether thoughts and calls have no log-probabilities."""
     num_repeated_bytes = 0
     """Of what a stream's last events have again, so far."""
 
@@ -91,6 +95,12 @@ class Answer:
                 if self._asked.includes_usage:
                     costs = {} if part.cost is None else {"cost": _cost(part)}
                     yield self._named(self.chunk_kind, [], usage=self._totals(part), **costs)
+
+    def least_bytes(self, part: Piece) -> int:
+        """Of JSON, that a part adds to the whole answer at least."""
+        if self.describes_text_alone and (self._may_think or self._asked.tools is not None):
+            return len(part.text)
+        return len(part.text) + _LEAST_ENTRY_BYTES * sum(1 + len(own.top_token_ids) for own in part.logprobs)
 
     def encode(self, value: Values) -> bytes:
         """The JSON of a chunk, before the next one is taken, or of the whole answer."""
@@ -256,6 +266,11 @@ class CompletionAnswer(Answer):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._offsets: defaultdict[int, _Offset] = defaultdict(_Offset)
+
+    def least_bytes(self, part: Piece) -> int:
+        """As of `Answer`; alternatives are keys, and a few that are spelled alike are one."""
+        num_keys = sum(len(own.top_token_ids) for own in part.logprobs)
+        return len(part.text) + _LEAST_TOKEN_BYTES * len(part.logprobs) + _LEAST_KEY_BYTES * num_keys
 
     def _choice(self, index: int, text: str, logprobs: Values | None, token_ids: Sequence[int]) -> Values:
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None} | self._token_ids(token_ids)

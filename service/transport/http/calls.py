@@ -79,7 +79,7 @@ class Calls:
         limits: of the transport; HTTP has as many places as gRPC, of its own, and routes without a key as many again.
         max_elements: bound on a body's elements, asked for each body.
         tracer: gets each call's begin and end.
-        open_calls: counts calls until their handlers have ended.
+        open_calls: counts calls until their answers are given to their connections.
     """
 
     def __init__(
@@ -168,12 +168,13 @@ class Calls:
                 self._handled.labels(name, str(status)).inc()
                 trace.ended(str(status), str(failure.error["message"]) if failure else "")
                 self._log.ended(f"{exchange.method} {name}", str(status), time.monotonic() - started)
-        if failure is not None:
-            await self._fail(exchange, failure, self._max_stall_seconds)
-        elif exchange.has_started:
-            await exchange.end(last)
-        else:
-            await exchange.answer(_OK, last)
+            # Within the open call: a server that stops waits until the connection has taken this, too.
+            if failure is not None:
+                await self._fail(exchange, failure, self._max_stall_seconds)
+            elif exchange.has_started:
+                await exchange.end(last)
+            else:
+                await exchange.answer(_OK, last)
 
     async def _handled_by(self, exchange: Exchange, name: str, route: Route | None, started: float) -> bytes:
         # An unknown path needs a key, too: without one, no answer says which paths exist.
@@ -182,7 +183,7 @@ class Calls:
             if route is None:
                 raise Refusal(404, "path", f"must be one of {', '.join(self._routes)}")
             if exchange.method != route.method:
-                raise Refusal(405, "method", f"must be {route.method}")
+                raise Refusal(405, "method", f"must be {route.method}", (("allow", route.method),))
             deadline = _deadline(exchange, started)
             body = b""
             if route.method == "POST":
@@ -196,7 +197,9 @@ class Calls:
             request = Request(exchange, body, exchange.path[len(name) :], deadline)
             del body
             async with exchange.watched():
-                return await route.handler(request)
+                last = await route.handler(request)
+                await exchange.make_room(len(last))
+                return last
 
     async def _fail(self, exchange: Exchange, failure: Failure, max_seconds: float) -> None:
         """Sends an error; of a stream that has begun, as its last event."""
@@ -227,7 +230,9 @@ def _deadline(exchange: Exchange, started: float) -> float | None:
 
 
 def _check_headers(exchange: Exchange) -> None:
-    """Refuses bodies of another kind than JSON, and compressed ones, which could unpack to a thousand times their size.
+    """Refuses compressed bodies, which could unpack to a thousand times their size, and all but JSON that says so.
+
+    A web page of another origin may send anything but JSON without asking the server first.
 
     Raises:
         InvalidRequest: naming the header.
@@ -236,5 +241,5 @@ def _check_headers(exchange: Exchange) -> None:
     if encoding not in (None, "identity"):
         raise InvalidRequest("content-encoding", encoding, "must be identity")
     kind = exchange.header("content-type")
-    if kind is not None and kind.partition(";")[0].strip().lower() != JSON:
+    if kind is None or kind.partition(";")[0].strip().lower() != JSON:
         raise InvalidRequest("content-type", kind, f"must be {JSON}")

@@ -6,6 +6,7 @@ A stream's status line waits for the first token or the first error, so that a r
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, nullcontext
 from dataclasses import replace
 from string import printable
@@ -16,7 +17,7 @@ from service.access import current_caller
 from service.config import RequestLimits
 from service.errors import AnswerTooLarge
 from service.generator import Accepted, GenerateCall, Generator, Part, Piece, within
-from service.process.text_pool import LONG_BYTES, TextPool
+from service.process.text_pool import LONG_BYTES, FairQueue, TextPool, lower_priority
 from service.repository.entry import Models
 from service.repository.models import Conversation
 from service.transport import codec
@@ -41,7 +42,7 @@ class Completions:
         generator: runs them.
         models: what is served.
         limits: what one request may ask.
-        texts: parses long bodies and encodes long answers.
+        texts: parses long bodies.
         max_answer_bytes: largest answer that is not streamed.
     """
 
@@ -52,6 +53,9 @@ class Completions:
         self._models = models
         self._limits = limits
         self._texts = texts
+        # Long answers wait here for one thread: what was computed is never refused because other texts have all places.
+        encoder = ThreadPoolExecutor(1, thread_name_prefix="answers", initializer=lower_priority)
+        self._encoding = FairQueue(encoder, 1)
         self._max_answer_bytes = max_answer_bytes
 
     async def chat(self, request: Request) -> bytes:
@@ -105,10 +109,15 @@ class Completions:
                             raise AnswerTooLarge(answer.num_repeated_bytes, self._max_answer_bytes, "ask for less")
                     return DONE
                 collected: list[Part] = []
+                least_bytes = 0
                 async for part in parts:
                     if isinstance(part, Accepted):
                         accept(request, answer, part)
                     collected.append(part)
+                    if isinstance(part, Piece):
+                        least_bytes += answer.least_bytes(part)
+                        if least_bytes > self._max_answer_bytes:
+                            raise AnswerTooLarge(least_bytes, self._max_answer_bytes)
         return await self.encoded(collected, lambda: answer.encode(answer.whole(collected)))
 
     async def parsed(self, request: Request) -> dict[str, Any]:
@@ -124,7 +133,10 @@ class Completions:
         pieces = [part for part in parts if isinstance(part, Piece)]
         num_bytes = sum(len(each.text) + _TOKEN_BYTES * len(each.token_ids) for each in pieces)
         num_bytes += sum(_LOGPROB_BYTES * (1 + len(own.top_token_ids)) for each in pieces for own in each.logprobs)
-        data = await self.off_loop(num_bytes, build)
+        if num_bytes <= LONG_BYTES:
+            data = build()
+        else:
+            data = await self._encoding.run(current_caller().tenant, num_bytes, build)
         if len(data) > self._max_answer_bytes:
             raise AnswerTooLarge(len(data), self._max_answer_bytes)
         return data

@@ -46,9 +46,7 @@ class Connection(HttpToolsProtocol):
         self._limits = limits
         self._timer: asyncio.TimerHandle | None = None
         self._reads_head, self._reads_body, self._ignores = True, False, False
-        # Whether a request was completed by the latest bytes.
-        self._is_complete = False
-        # Of the head so far: what its parser has reported, and all that came.
+        # Of the head so far what its parser has reported; what came since it last reported a head or a part of a body.
         self._num_head_bytes = self._num_raw_bytes = self._num_unread_bytes = 0
         self._num_parts = 0
 
@@ -79,12 +77,10 @@ class Connection(HttpToolsProtocol):
         if self._reads_head and self._timer is None and not self._is_answering:
             # Behind a body some clients send a line break: it begins no request, and must not end the answer.
             self._end_after(_HEAD_SECONDS)
-        was_head, self._num_raw_bytes = self._reads_head, self._num_raw_bytes + len(data)
+        self._num_raw_bytes += len(data)
         self._parse(data)
-        if not (was_head and self._reads_head) or self._is_complete:
-            self._num_raw_bytes, self._is_complete = 0, False
-        elif self._num_raw_bytes > self._limits.max_head_bytes:
-            # The parser reports a header once it is complete.
+        if self._num_raw_bytes > self._limits.max_head_bytes:
+            # The parser reports a header once it is complete, also one behind a body, and keeps what it has of it.
             self._refuse_head()
 
     @property
@@ -136,8 +132,10 @@ class Connection(HttpToolsProtocol):
                 raise ValueError("a tunnel is not offered")  # the parser's error, and so a status of 400
             return
         self._rest()
+        # That of a body which ended in the same bytes.
+        self._unset_keepalive_if_required()
         self._reads_head, self._reads_body = False, True
-        self._num_unread_bytes = 0
+        self._num_raw_bytes = self._num_unread_bytes = 0
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -145,6 +143,7 @@ class Connection(HttpToolsProtocol):
         if self._ignores or self.transport.is_closing():
             return
         self._num_parts += 1
+        self._num_raw_bytes = 0
         if self._num_parts > _MAX_PARTS:
             self._refuse(HTTPStatus.BAD_REQUEST, "the body's chunks are too small")
             return
@@ -157,7 +156,12 @@ class Connection(HttpToolsProtocol):
         if self._ignores or self.transport.is_closing() or self.parser.should_upgrade():
             return
         self._rest()
-        self._reads_head, self._reads_body, self._is_complete = True, False, True
+        self._reads_head, self._reads_body, self._num_raw_bytes = True, False, 0
+        if self.cycle.response_complete:
+            # The body came behind its answer: only now the next request has its time to begin.
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
         super().on_message_complete()
 
     def on_response_complete(self) -> None:

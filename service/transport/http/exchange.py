@@ -43,7 +43,7 @@ class Exchange:
         self._receive = receive
         self._send = send
         self._max_stall_seconds = max_stall_seconds
-        self.is_gone = self.has_started = self.is_last = False
+        self.has_started = self.is_last = self._has_room = False
         self.headers: list[tuple[str, str]] = []
         self.failed: Callable[[Mapping[str, Any]], Iterable[Any]] = lambda _error: ()
         """Events ahead of the error that ends a stream."""
@@ -90,7 +90,6 @@ class Exchange:
         while has_more:
             message = await self._receive()
             if message["type"] == "http.disconnect":
-                self.is_gone = True
                 raise asyncio.CancelledError
             parts.append(message["body"])
             num_bytes, has_more = num_bytes + len(message["body"]), message["more_body"]
@@ -108,7 +107,6 @@ class Exchange:
         async def watch() -> None:
             while (await self._receive())["type"] != "http.disconnect":
                 pass
-            self.is_gone = True
             task.cancel()
 
         watching = asyncio.ensure_future(watch())
@@ -122,6 +120,16 @@ class Exchange:
         if not self.has_started:
             await self._start(200, EVENTS, [("cache-control", "no-store"), ("x-accel-buffering", "no")])
         await self._write(_event(data, name), has_more=True)
+
+    async def make_room(self, num_bytes: int) -> None:
+        """Waits until the answers that clients have not taken leave room for the last bytes of this one.
+
+        Raises:
+            RateLimited: when they do not for too long.
+        """
+        if (place := current_place()) is not None:
+            await place.answer(num_bytes, self._max_stall_seconds)
+            self._has_room = True
 
     async def answer(self, status: int, data: bytes, headers: Iterable[tuple[str, str]] = ()) -> None:
         """Sends the whole answer, JSON."""
@@ -150,7 +158,7 @@ class Exchange:
         await self._sent({"type": "http.response.start", "status": status, "headers": encoded})
 
     async def _write(self, data: bytes, *, has_more: bool) -> None:
-        if (place := current_place()) is not None:
+        if (place := current_place()) is not None and not self._has_room:
             await place.answer(len(data), self._max_stall_seconds)
         for at in range(0, max(1, len(data)), _PART_BYTES):
             is_rest = at + _PART_BYTES >= len(data)

@@ -91,9 +91,10 @@ class Failure:
 class Refusal(OnwardError):
     """A call that HTTP itself has a status for: no path, no such method, a body that is too large."""
 
-    def __init__(self, status: int, field: str, message: str) -> None:
+    def __init__(self, status: int, field: str, message: str, headers: tuple[tuple[str, str], ...] = ()) -> None:
         self.status = status
         self.field = field
+        self.headers = headers
         super().__init__(f"{field}: {message}")
 
 
@@ -106,7 +107,7 @@ def to_failure(error: BaseException) -> Failure:
             "param": error.field,
             "code": "invalid_request",
         }
-        return Failure(error.status, described, (("x-should-retry", "false"),))
+        return Failure(error.status, described, (("x-should-retry", "false"), *error.headers))
     if not isinstance(error, RequestError):
         error = report_failure("an unexpected error ended a call", error)
     status = STATUSES[type(error)]

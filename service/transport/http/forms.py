@@ -17,6 +17,8 @@ _ROOT = "structured_output"
 # vLLM's forms, and ours.
 _KINDS = {"json": "json_schema", "regex": "regex", "choice": "choice.texts", "grammar": "grammar"}
 _SCHEMA_FIELDS = ("name", "schema", "strict", "description")
+# Of what a response repeats.
+_MAX_CHARACTERS = 4096
 _ANY_OBJECT = '{"type": "object"}'
 
 Names = dict[str, str]
@@ -85,6 +87,11 @@ def _of_openai(place: str, value: Any) -> tuple[str, Any] | None:
             raise UnsupportedFeature(f"{place}.type", f"must be text, json_object or json_schema, not {other!r:.40}")
     if not isinstance(own.get("name"), str) or not own["name"]:
         raise InvalidRequest(f"{place}.name", own.get("name"), "must be a string, not empty")
+    for field in ("name", "description"):
+        if place == "text.format" and isinstance(own.get(field), str) and len(own[field]) > _MAX_CHARACTERS:
+            raise InvalidRequest(
+                f"{place}.{field}", f"{len(own[field])} characters", f"must have at most {_MAX_CHARACTERS}"
+            )
     # The schema is followed whether the request is strict or not.
     for field, kind, noun in (("strict", bool, "true or false"), ("description", str, "a string")):
         if own.get(field) is not None and type(own[field]) is not kind:

@@ -183,7 +183,7 @@ def _add_input(request: pb.GenerateRequest, value: Any) -> list[Message]:
 class ResponseAnswer(Answer):
     """A response: thoughts, a message and calls of tools, each if there are any; as a stream, its events."""
 
-    prefix = "resp_"
+    prefix, describes_text_alone = "resp_", True
 
     def chunks(self, part: Part) -> Iterator[Values]:
         """The events for one part; each has its number, and a name as its type."""

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from uvicorn.config import Config
@@ -125,6 +126,10 @@ class HttpServer:
             await asyncio.wait(tasks, timeout=grace_seconds)
         for task in tasks:
             task.cancel()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(grace_seconds):
+                while self._state.connections:  # noqa: ASYNC110 (their last bytes are on their way, no event says when)
+                    await asyncio.sleep(0.01)
         for connection in list(self._state.connections):
             connection.transport.abort()
 

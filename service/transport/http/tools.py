@@ -39,7 +39,9 @@ _MAX_TOOLS_BYTES = 512 << 10
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 CALL_TAG, _END_TAG = "<tool_call>", "</tool_call>"
 _HEAD = re.compile(r'\s*\{"name": "([a-zA-Z0-9_-]+)", "arguments": ')
+# What a schema says of the compiler may loosen the schema itself, or spell arguments as what is no JSON.
 _STRICT = {"lenient": False, "coerce_one_of": False}
+_SPACED = "whitespace_flexible"
 # The grammar's lines ahead of the first function's schema.
 _NUM_LINES = 2
 
@@ -57,7 +59,8 @@ class Function:
         """What arguments must be: an object, without properties where the request names none."""
         own = self.described.get("parameters") or {"properties": {}, "additionalProperties": False}
         guidance = own.get("x-guidance")
-        return {**own, "type": "object", "x-guidance": {**(guidance if isinstance(guidance, dict) else {}), **_STRICT}}
+        kept = {_SPACED: guidance[_SPACED]} if isinstance(guidance, dict) and _SPACED in guidance else {}
+        return {**own, "type": "object", "x-guidance": kept | _STRICT}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import gc as garbage
+import random
 import threading
 import weakref
 from collections.abc import AsyncIterator
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import tokenizers
 from tokenizers import decoders
@@ -24,7 +26,7 @@ from service.process import grammar_check
 from service.process.grammar_check import GrammarCheck, Verdict
 from service.repository import grammars, loading
 from service.repository.grammars import Grammars
-from tests.servers import letter_tokenizer, served_model
+from tests.servers import eventually, letter_tokenizer, served_model
 from tests.structured import HOSTILE, VOCAB_SIZE, regex_of, schema_of, tokenizer, vocabulary
 
 
@@ -41,6 +43,54 @@ async def test_grammar_is_compiled_once_for_a_vocabulary(compiler: Grammars) -> 
     assert await compiler.compile("", vocabulary(), regex_of("a+")) is first
     assert await compiler.compile("", vocabulary(), regex_of("b+")) is not first
     assert await compiler.compile("", other, regex_of("a+")) is not first
+
+
+async def test_grammar_is_compiled_once_for_all_who_wait(compiler: Grammars) -> None:
+    with patch.object(compiler, "_compile", wraps=compiler._compile) as compiling:
+        asking = [asyncio.ensure_future(compiler.compile("", vocabulary(), regex_of("a+"))) for _ in range(3)]
+        await asyncio.sleep(0)
+        asking[0].cancel()
+        assert await asking[1] is await asking[2]
+    assert compiling.call_count == 1
+
+
+async def test_grammar_that_nobody_waits_for_any_more_is_not_compiled(compiler: Grammars) -> None:
+    may_go_on = threading.Event()
+    compile_ = compiler._compile
+
+    def wait(*arguments: Any) -> Any:
+        may_go_on.wait()
+        return compile_(*arguments)
+
+    with patch.object(compiler, "_compile", side_effect=wait) as compiling:
+        first = [asyncio.ensure_future(compiler.compile("", vocabulary(), regex_of(f"{name}+"))) for name in "ab"]
+        await eventually(lambda: compiling.call_count == 2)  # both threads are busy
+        leaving = asyncio.ensure_future(compiler.compile("", vocabulary(), regex_of("c+")))
+        await asyncio.sleep(0)
+        leaving.cancel()
+        await asyncio.wait([leaving])
+        may_go_on.set()
+        await asyncio.gather(*first)
+        assert not compiler._running
+        assert not compiler._num_waiting
+    assert compiling.call_count == 2
+
+
+async def test_grammar_whose_limit_an_output_met_is_compiled_anew(compiler: Grammars) -> None:
+    with patch.dict(grammar_check.LIMITS, max_lexer_states=60):
+        first = await compiler.compile("", vocabulary(), regex_of("(a|b)*a(a|b){12}"))
+    matcher, rng = first.start(), random.Random(1)
+    while matcher.problem is None:
+        matcher.add(ord(rng.choice("ab")) + 3)
+        matcher.mask(np.zeros(VOCAB_SIZE, np.float32))
+    assert first.is_spent
+    second = await compiler.compile("", vocabulary(), regex_of("(a|b)*a(a|b){12}"))
+    assert second is not first
+    matcher = second.start()
+    matcher.mask(np.zeros(VOCAB_SIZE, np.float32))
+    assert matcher.problem is None
+    total = sum(num_bytes for _, (_, num_bytes) in compiler._cached.values())
+    assert compiler._num_cached_bytes.total() == total
 
 
 async def test_refused_grammar_is_tried_once_and_named(compiler: Grammars) -> None:

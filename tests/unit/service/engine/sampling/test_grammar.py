@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-import jsonschema
 import numpy as np
 import pytest
 import tokenizers
@@ -21,7 +20,7 @@ from model.spec.tokenizer import Tokenizer
 from service.engine.engine import Engine
 from service.engine.logits import LogitsRules
 from service.engine.sampling import grammar
-from service.engine.sampling.grammar import GrammarError, Matcher, Vocabulary
+from service.engine.sampling.grammar import _MAX_CANONICAL_BYTES, GrammarError, Matcher, Vocabulary, _Words
 from service.engine.scheduler import EngineLimits
 from service.engine.types import (
     BeamSearchParams,
@@ -36,7 +35,7 @@ from service.engine.types import (
 from service.errors import InvalidRequest
 from service.process.grammar_check import describe_grammar
 from tests.fakes import EOS, FakeRunner, drain, events_of, fake_engine, request, tokens_of
-from tests.structured import HOSTILE, VOCAB_SIZE, compiled, draw_schema, regex_of, schema_of, tokenizer
+from tests.structured import HOSTILE, VOCAB_SIZE, compiled, draw_schema, regex_of, schema_of, tokenizer, validate
 
 CONTEXT = 512
 PERSON = schema_of(
@@ -83,6 +82,25 @@ def spelled(text: str) -> list[int]:
     return tokenizer().encode_plain(text)
 
 
+@given(tokens=st.sets(st.binary(min_size=1, max_size=6), max_size=40), data=st.binary(max_size=40))
+def test_long_text_is_split_at_the_longest_tokens(tokens: set[bytes], data: bytes) -> None:
+    words = _Words(tokenizer(), tuple(tokens), sorted(tokens), [], [])
+    expected, at = list[bytes](), 0
+    spelled = tuple(tokens)
+    while at < len(data):
+        fitting = [token for token in tokens if data.startswith(token, at)]
+        if not fitting:
+            break
+        expected.append(max(fitting, key=len))
+        at += len(expected[-1])
+    assert [spelled[token_id] for token_id in words._split(data)] == expected
+
+
+def test_of_long_forced_text_the_beginning_is_split() -> None:
+    words = _Words(tokenizer(), (b"a",), [b"a"], [], [])
+    assert words(b"a" * 100_000) == [0] * _MAX_CANONICAL_BYTES
+
+
 @settings(max_examples=60)
 @given(seed=st.integers(0, 2**32))
 def test_output_is_valid_or_was_cut(seed: int) -> None:
@@ -93,7 +111,7 @@ def test_output_is_valid_or_was_cut(seed: int) -> None:
         assert len(events) == 200
     else:
         assert last.finish_reason in (FinishReason.STOP, FinishReason.END_OF_SEQUENCE)
-        jsonschema.validate(json.loads(text_of(events)), schema, jsonschema.Draft202012Validator)
+        validate(text_of(events), schema)
 
 
 def test_complete_output_ends_without_a_token_for_the_end() -> None:
@@ -244,7 +262,7 @@ def test_every_output_and_every_hypothesis_follows_the_grammar() -> None:
         for index in range(asked.num_outputs):
             own = [each for each in events if each.output_index == index]
             assert own[-1].finish_reason in (FinishReason.STOP, FinishReason.END_OF_SEQUENCE)
-            jsonschema.validate(json.loads(text_of(own)), json.loads(str(PERSON.value)))
+            validate(text_of(own), json.loads(str(PERSON.value)))
 
 
 def test_output_i_does_not_depend_on_how_many_there_are() -> None:

@@ -35,7 +35,7 @@ def draw(rng: random.Random, depth: int = 0) -> Any:
             return {f'{index}",[\\': draw(rng, depth + 1) for index in range(rng.randint(0, 30))}
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(10))
 def test_elements_are_those_outside_of_strings(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(seed)
     monkeypatch.setattr(bodies, "_STEP_BYTES", rng.choice([1, 7, 1000, 1 << 15]))

@@ -103,6 +103,13 @@ def test_labels_have_a_bounded_length(changes: dict[str, Any], field: str) -> No
     decode_response({"input": "a", "user": "x" * MAX_LABEL, "metadata": {"a": "x" * MAX_LABEL}})
 
 
+@pytest.mark.parametrize("field", ["name", "description"])
+def test_what_a_response_repeats_of_a_form_has_a_bounded_length(field: str) -> None:
+    form = {"type": "json_schema", "name": "a", "schema": {}, field: "x" * 5000}
+    with pytest.raises(InvalidRequest, match=rf"text\.format\.{field}.*at most 4096"):
+        decode_response({"input": "a", "text": {"format": form}})
+
+
 async def test_a_streamed_answer_that_is_repeated_at_its_end_is_bounded() -> None:
     fields = {"input": "ab", "stream": True, "max_output_tokens": 200, "ignore_eos": True, "top_logprobs": 9}
     async with serving(max_message_bytes=100_000) as server:
@@ -120,20 +127,6 @@ def test_a_number_that_is_infinite_as_a_double_is_refused(number: str) -> None:
     for decode, values, _ in calls_of(f'{{"a": {number}}}'):
         with pytest.raises(InvalidRequest, match="text of a JSON object"):
             decode(values)
-
-
-def test_an_error_reads_no_more_of_a_value_than_it_shows() -> None:
-    num_shown = 0
-
-    class Shown:
-        def __repr__(self) -> str:
-            nonlocal num_shown
-            num_shown += 1
-            return "1"
-
-    error = InvalidRequest("model", {"a": [Shown() for _ in range(100_000)]}, "must be a string")
-    assert len(str(error)) < 300
-    assert num_shown < 1000
 
 
 async def test_a_body_is_not_kept_while_its_answer_is_sent() -> None:

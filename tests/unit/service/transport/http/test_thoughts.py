@@ -38,18 +38,6 @@ SPLIT = [
 ]
 
 
-@given(st.sampled_from(SPLIT), st.lists(st.integers(0, 40), max_size=6))
-def test_thoughts_and_text_are_the_same_however_they_come(case: tuple[str, bool, str, str], cuts: list[int]) -> None:
-    text, is_within, *expected = case
-    parser, at = ThoughtParser(is_within=is_within), 0
-    parts = []
-    for cut in sorted(cuts):
-        parts.append(parser.take(text[at:cut]))
-        at = max(at, min(cut, len(text)))
-    parts.append(parser.take(text[at:], is_last=True))
-    assert ["".join(each) for each in zip(*parts, strict=True)] == expected
-
-
 def answering(
     kind: type[Answer] = ChatAnswer, *, tools: Tools | None = None, form: str = "", is_within: bool = False
 ) -> Any:
