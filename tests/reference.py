@@ -5,11 +5,14 @@ python -m tests.reference
 
 from __future__ import annotations
 
+import importlib
+import io
 import os
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
+from unittest.mock import patch
+
+from loadtest.__main__ import COMMANDS as OF_LOADTEST
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "serve" / "flags.md"
@@ -31,15 +34,17 @@ chat, explain, health, trace, import, train, lesson, export and bench.
 
 def helps() -> dict[str, str]:
     """What each command prints for `--help`, without its usage."""
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return dict(zip(COMMANDS, pool.map(_help, COMMANDS), strict=True))
+    with patch.dict(os.environ, COLUMNS="118"):
+        return {command: _help(command) for command in COMMANDS}
 
 
 def _help(command: str) -> str:
-    asked = [sys.executable, "-m", *command.split(), "--help"]
-    environ = {**os.environ, "COLUMNS": "118"}
-    done = subprocess.run(asked, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True, check=True)
-    return done.stdout.partition("\n\n")[2].strip()
+    package, *words = command.split()
+    module = OF_LOADTEST[words.pop(0)][0] if package == "loadtest" else f"{package}.__main__"
+    printed = io.StringIO()
+    with patch("sys.argv", [f"{package}/__main__.py"]), redirect_stdout(printed), suppress(SystemExit):
+        importlib.import_module(module).main([*words, "--help"])
+    return printed.getvalue().partition("\n\n")[2].strip()
 
 
 def main() -> None:

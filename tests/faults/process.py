@@ -140,7 +140,7 @@ def serving(
             (folder / model).symlink_to(tiny_artifact(model), target_is_directory=True)
     command: Sequence[str] = [
         sys.executable, "-m", module, "serve", "--models", str(folder), "--port", "0", "--metrics-port", "0",
-        "--threads", "1", "--no-spin", "--max-batch-size", str(SLOTS), "--log-level", "error", *flags,
+        "--threads", "1", "--no-spin", "--no-calibrate", "--max-batch-size", str(SLOTS), "--log-level", "error", *flags,
     ]  # fmt: skip
     given: dict[str, Any] = {"preexec_fn": limit, "env": environment, "cwd": cwd}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **given) as process:

@@ -207,9 +207,9 @@ def test_pipes_sockets_and_loops_of_links_beside_models_are_no_models(server: Se
 
 
 def _zeros(file: Path) -> str:
-    """Half a megabyte that unpacks to half a gigabyte."""
+    """A quarter of a megabyte that unpacks to more than the limit of 256 MiB."""
     with zipfile.ZipFile(file, "a", zipfile.ZIP_DEFLATED) as archive, archive.open("more.npy", "w") as stream:
-        for _ in range(1 << 9):
+        for _ in range(257):
             stream.write(bytes(1 << 20))
     return "unpacks to "
 

@@ -20,9 +20,9 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onward.inference import open_inference_pb2
-from onward.v1 import generation_pb2, model_pb2
+from onward.v1 import model_pb2
 from onward.v1.model_pb2_grpc import ModelServiceStub
+from tests import contracts
 from tests.faults.messages import draw_message
 from tests.faults.process import MODELS, Neighbour, ServerProcess, put_complete_artifacts, serving, until
 
@@ -37,22 +37,9 @@ DOCUMENTED = {
     Code.DEADLINE_EXCEEDED,
     Code.FAILED_PRECONDITION,
 }
-# They take away the models that everybody else asks, and have a test of their own.
-MANAGING = {
-    "LoadModel",
-    "UnloadModel",
-    "ReloadModel",
-    "VerifyParity",
-    "RepositoryModelLoad",
-    "RepositoryModelUnload",
-}
-OFFERED = [
-    method
-    for file in (generation_pb2.DESCRIPTOR, model_pb2.DESCRIPTOR, open_inference_pb2.DESCRIPTOR)
-    for service in file.services_by_name.values()
-    for method in service.methods
-]
-METHODS = [method for method in OFFERED if method.name not in MANAGING]
+# Those that manage take away the models that everybody else asks, and have a test of their own.
+METHODS = [method for path, method in contracts.METHODS.items() if path not in contracts.MANAGING]
+ASKING = {"Generate", "ModelInfer"}
 # gRPC's own services parse what they are sent by themselves.
 FOREIGN = {"/grpc.health.v1.Health/Check", "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"}
 Call = Callable[[bytes], tuple[Code, str]]
@@ -73,7 +60,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(models: Path) -> Iterator[ServerProcess]:
-    with serving(models, "--max-generated-tokens", "64") as server:
+    with serving(models, "--max-generated-tokens", "64", "--drain-grace-seconds", "2") as server:
         yield server
         assert server.stop() == 0
 
@@ -113,8 +100,7 @@ def _call(channel: grpc.Channel, method: Any) -> Call:
 
 def test_every_method_that_the_server_offers_is_fuzzed(server: ServerProcess) -> None:
     """By the server's own reflection, so that no new method is forgotten."""
-    fuzzed = {f"{method.containing_service.full_name}/{method.name}" for method in OFFERED}
-    assert {method.name for method in OFFERED} >= MANAGING
+    fuzzed = set(contracts.METHODS)
     with server.channel() as channel:
         ask = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo
         (listed,) = ask(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
@@ -160,7 +146,9 @@ def _fuzz(
     calls: Mapping[str, Call], source: random.Random, pool: ThreadPoolExecutor, documented: set[Code]
 ) -> Counter[tuple[str, Code]]:
     """A batch of messages, several at a time; what became of them."""
-    drawn = [_draw(source, [method for method in OFFERED if method.full_name in calls]) for _ in range(BATCH)]
+    drawn = [
+        _draw(source, [each for each in contracts.METHODS.values() if each.full_name in calls]) for _ in range(BATCH)
+    ]
     answers = pool.map(lambda each: calls[each[0]](each[1]), drawn)
     found = Counter[tuple[str, Code]]()
     for (name, data), (code, words) in zip(drawn, answers, strict=True):
@@ -215,14 +203,14 @@ def test_garbage_for_health_and_reflection_hurts_nobody(server: ServerProcess, p
 
 
 def test_fuzzed_management_gets_a_documented_status_and_models_come_back_as_they_were(
-    tmp_path: Path, fuzz: int
+    server: ServerProcess, fuzz: int
 ) -> None:
-    put_complete_artifacts(tmp_path)
     source, found = random.Random(3), Counter[tuple[str, Code]]()
     # What asks a model meanwhile finds it there, gone or going.
     documented = DOCUMENTED | {Code.UNAVAILABLE}
-    chosen = [method for method in OFFERED if method.name in MANAGING | {"Generate", "ModelInfer"}]
-    with serving(tmp_path, "--drain-grace-seconds", "2") as server, server.channel() as channel:
+    methods = contracts.METHODS.items()
+    chosen = [method for path, method in methods if path in contracts.MANAGING or method.name in ASKING]
+    with server.channel() as channel:
         neighbour = Neighbour(server)
         calls = {method.full_name: _call(channel, method) for method in chosen}
         with ThreadPoolExecutor(WORKERS) as pool:
@@ -235,7 +223,6 @@ def test_fuzzed_management_gets_a_documented_status_and_models_come_back_as_they
         neighbour.check()
         server.settle()
         assert {name for name, _ in found} == set(calls)
-        assert server.stop() == 0
 
 
 def test_nothing_that_was_asked_has_changed_the_models_folder(server: ServerProcess, models: Path) -> None:

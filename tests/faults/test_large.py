@@ -197,6 +197,7 @@ def beside(server: ServerProcess, path: str, data: bytes) -> tuple[bytes, float]
 
 
 @pytest.mark.parametrize("kind", LARGE)
+@pytest.mark.sampled(8)
 def test_largest_message_of_any_kind_has_a_short_status_and_hurts_nobody(
     server: ServerProcess, kind: str, record_property: pytest.RecordProperty, rounds: int
 ) -> None:

@@ -111,6 +111,7 @@ def growth(server: ServerProcess, before: int) -> int:
 
 
 @pytest.mark.parametrize(("path", "num_connections"), [*((path, 1) for path in OURS), (GENERATE, 8)])
+@pytest.mark.sampled(2)
 def test_unfinished_requests_without_a_key_take_little_memory(
     server: ServerProcess, path: bytes, num_connections: int
 ) -> None:
@@ -122,6 +123,7 @@ def test_unfinished_requests_without_a_key_take_little_memory(
 
 
 @pytest.mark.parametrize("path", OPEN)
+@pytest.mark.sampled(1)
 def test_unfinished_requests_that_need_no_key_take_little_memory_and_health_is_answered(
     server: ServerProcess, path: bytes
 ) -> None:
@@ -137,6 +139,7 @@ def test_unfinished_requests_that_need_no_key_take_little_memory_and_health_is_a
 
 
 @pytest.mark.parametrize("path", OURS[:2])
+@pytest.mark.sampled(1)
 def test_unfinished_requests_of_a_key_take_no_more_than_its_share_and_another_key_is_served(
     server: ServerProcess, path: bytes
 ) -> None:
@@ -190,6 +193,7 @@ def test_a_call_that_ends_without_a_request_is_invalid(server: ServerProcess) ->
 
 
 @pytest.mark.parametrize("path", [*OURS[:2], OURS[3], *OPEN])
+@pytest.mark.sampled(2)
 def test_a_message_above_the_limit_is_refused_long_before_all_of_it_is_buffered(
     server: ServerProcess, path: bytes
 ) -> None:

@@ -40,7 +40,11 @@ NUM_STREAMS = 32
 
 @pytest.mark.parametrize(
     ("grace", "kinds", "short_tokens"),
-    [("60", (DECODER, TRANSLATOR), 80), ("4", (DECODER, LONG), 8), ("0", (LONG, LONG), 0)],
+    [
+        ("60", (DECODER, TRANSLATOR), 80),
+        ("4", (DECODER, LONG), 8),
+        pytest.param("0", (LONG, LONG), 0, marks=pytest.mark.whole),
+    ],
     ids=["all in time", "half of them", "none"],
 )
 def test_sigterm_with_streams_in_flight_lets_them_finish_within_the_grace_and_exits_0(
@@ -126,8 +130,13 @@ def test_sigterm_before_anything_is_served_ends_the_process_with_0(tmp_path: Pat
             process.kill()
 
 
-def test_server_writes_nothing_anywhere(tmp_path: Path) -> None:
+def test_server_writes_nothing_anywhere_and_a_full_disk_does_not_matter(tmp_path: Path) -> None:
     """As a container with a read-only root wants it: no cache, no id, no file beside its models."""
+
+    def no_byte_to_any_file() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
     names = ("models", "home", "tmp", "cwd")
     for name in names:
         (tmp_path / name).mkdir()
@@ -137,16 +146,19 @@ def test_server_writes_nothing_anywhere(tmp_path: Path) -> None:
         "XDG_CACHE_HOME": str(tmp_path / "home"),
         "TMPDIR": str(tmp_path / "tmp"),
     }
-    with serving(tmp_path / "models", environment=surroundings, cwd=tmp_path / "cwd") as server:
+    given = {"environment": surroundings, "cwd": tmp_path / "cwd", "limit": no_byte_to_any_file}
+    with serving(tmp_path / "models", **given) as server:
         before = set(tmp_path.rglob("*"))
-        Neighbour(server).check()
+        neighbour = Neighbour(server)
         with server.channel() as channel:
             ModelServiceStub(channel).ReloadModel(model_pb2.ReloadModelRequest(model=DECODER), timeout=300)
+        neighbour.check()
         assert server.stop() == 0
         assert set(tmp_path.rglob("*")) == before
         assert [path for name in names[1:] for path in (tmp_path / name).iterdir()] == []
 
 
+@pytest.mark.whole
 def test_deadlines_long_and_short_are_met_or_exceeded_and_give_everything_back(tmp_path: Path) -> None:
     # Admission would refuse them before.
     with serving(tmp_path, "--prefill-chunk", "4", "--admission", "off") as server, server.channel() as channel:
@@ -168,18 +180,6 @@ def test_deadlines_long_and_short_are_met_or_exceeded_and_give_everything_back(t
             whole /= 2
         assert codes <= {grpc.StatusCode.OK, grpc.StatusCode.DEADLINE_EXCEEDED}
         server.settle()
-        neighbour.check()
-        assert server.stop() == 0
-
-
-def test_disk_full_at_load_does_not_matter_as_nothing_is_written(tmp_path: Path) -> None:
-    def no_byte_to_any_file() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-
-    with serving(tmp_path, limit=no_byte_to_any_file) as server, server.channel() as channel:
-        neighbour = Neighbour(server)
-        ModelServiceStub(channel).ReloadModel(model_pb2.ReloadModelRequest(model=DECODER), timeout=300)
         neighbour.check()
         assert server.stop() == 0
 

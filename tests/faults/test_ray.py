@@ -64,7 +64,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server by itself, with the same models."""
     folder = tmp_path_factory.mktemp("alone")
     (folder / DECODER).symlink_to(tiny_artifact(DECODER, context=CONTEXT), target_is_directory=True)
-    with serving(folder, "--no-calibrate") as server:
+    with serving(folder) as server:
         yield server
         assert server.stop() == 0
 

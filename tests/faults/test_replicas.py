@@ -55,7 +55,7 @@ def places(tmp_path: Path) -> Places:
 
 
 def start(stack: ExitStack, folder: Path, port: int = 0) -> ServerProcess:
-    return stack.enter_context(serving(folder, "--no-calibrate", "--drain-pause-seconds", "3", "--port", str(port)))
+    return stack.enter_context(serving(folder, "--drain-pause-seconds", "3", "--port", str(port)))
 
 
 def stop_all(*servers: ServerProcess) -> None:
@@ -171,7 +171,7 @@ def test_our_own_client_asks_through_envoy(envoy: Envoy) -> None:
     assert run("-m", "service", "health", "--target", envoy.target) == "SERVING\n"
 
 
-@pytest.mark.parametrize("protocol", ["onward", "oip"])
+@pytest.mark.parametrize("protocol", [pytest.param("onward", marks=pytest.mark.whole), "oip"])
 def test_load_bench_finds_every_request_answered(envoy: Envoy, protocol: str) -> None:
     report = last_json(
         run(
@@ -182,6 +182,7 @@ def test_load_bench_finds_every_request_answered(envoy: Envoy, protocol: str) ->
     assert (report["offered"], report["finished"], report["missing"]) == (40, 40, 0)
 
 
+@pytest.mark.whole
 def test_locust_finds_every_request_answered(envoy: Envoy, tmp_path: Path) -> None:
     run(
         "-m", "locust", "-f", str(ROOT / "loadtest" / "locustfile.py"), "--headless", "--only-summary",

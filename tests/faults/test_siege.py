@@ -240,7 +240,7 @@ def test_every_attack_at_once_changes_no_bit_of_an_honest_answer_and_the_server_
     keys.write_text("".join(map(key_table, names)))
     grace = GRACE_SECONDS if is_measured else SHORT_GRACE_SECONDS
     flags = ("--api-keys", str(keys), "--drain-grace-seconds", str(grace), "--max-stall-seconds", "3")
-    flags += ("--max-batch-size", str(MAX_BATCH_SIZE), "--max-connections", str(MAX_CONNECTIONS))
+    flags += ("--calibrate", "--max-batch-size", str(MAX_BATCH_SIZE), "--max-connections", str(MAX_CONNECTIONS))
     with serving(tmp_path / "models", *flags) as server:
         siege = asyncio.run(besiege(server, siege_seconds, NICENESS if is_measured else 0))
     quiet, besieged = siege.quiet, siege.besieged
@@ -265,6 +265,7 @@ def test_every_attack_at_once_changes_no_bit_of_an_honest_answer_and_the_server_
         assert siege.stop_seconds <= MAX_STOP_SECONDS
 
 
+@pytest.mark.whole
 async def test_an_attack_that_met_a_closed_port_or_another_key_alone_was_not_made() -> None:
     # A port that refuses connections, and that no other process has meanwhile.
     with socket.socket() as closed:

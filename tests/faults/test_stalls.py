@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -55,14 +54,13 @@ def check(server: ServerProcess, name: str = "") -> int:
         return int(stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=_SECONDS).status)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_watcher_that_takes_no_bytes_does_not_hold_up_stopping(tmp_path: Path, number: signal.Signals) -> None:
-    with serving(tmp_path, "--drain-grace-seconds", "2") as server, deaf(server, watch(), watch(DECODER)):
-        assert server.stop(number) == 0
-
-
-def test_a_watcher_that_takes_no_bytes_does_not_hold_up_a_change_of_models(tmp_path: Path) -> None:
-    with serving(tmp_path) as server, deaf(server, *map(watch, ("", *MODELS))), server.channel() as channel:
+def test_a_watcher_that_takes_no_bytes_holds_up_neither_a_change_of_models_nor_stopping(tmp_path: Path) -> None:
+    watched = [watch(name) for name in ("", *MODELS)]
+    with (
+        serving(tmp_path, "--drain-grace-seconds", "2") as server,
+        deaf(server, *watched),
+        server.channel() as channel,
+    ):
         models = ModelServiceStub(channel)
         assert models.VerifyParity(model_pb2.VerifyParityRequest(model=DECODER), timeout=_SECONDS).parity.passed
         models.UnloadModel(model_pb2.UnloadModelRequest(model=DECODER), timeout=_SECONDS)
@@ -117,23 +115,32 @@ CALLS: dict[str, tuple[tuple[bytes, Message], int, Callable[[grpc.Channel], Any]
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_a_call_that_takes_no_bytes_loses_its_place_and_its_connection_to_the_next(tmp_path: Path, name: str) -> None:
-    call, window, needed, had = CALLS[name]
-    with serving(tmp_path, *ONE_PLACE) as server, deaf(server, call, window=window) as client:
-        with server.channel() as channel:
-            until(lambda: needed(channel) == had, "the call keeps its place")
-            until(lambda: client.is_closed, "the call lives on")
-            # The place of the call above comes back after its client has the answer.
-            until(lambda: checked(channel) == SERVING, "no place is free")
+@pytest.fixture(scope="module")
+def one_place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with serving(tmp_path_factory.mktemp("models"), *ONE_PLACE) as server:
+        yield server
         assert server.stop() == 0
 
 
-def test_a_stream_that_is_taken_after_all_is_sent_its_status(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_that_takes_no_bytes_loses_its_place_and_its_connection_to_the_next(
+    one_place: ServerProcess, name: str
+) -> None:
+    call, window, needed, had = CALLS[name]
+    with deaf(one_place, call, window=window) as client, one_place.channel() as channel:
+        until(lambda: needed(channel) == had, "the call keeps its place")
+        until(lambda: client.is_closed, "the call lives on")
+        # The place of the call above comes back after its client has the answer.
+        until(lambda: checked(channel) == SERVING, "no place is free")
+
+
+def test_a_stream_that_is_taken_after_all_is_sent_its_status(one_place: ServerProcess) -> None:
     call = _STREAM, streamed(greedy(DECODER))
+    handled = "grpc_server_handled_total"
     ended = {"grpc_method": "GenerateStream", "grpc_code": "ABORTED"}
-    with serving(tmp_path, "--max-stall-seconds", "1") as server, deaf(server, call) as client:
-        until(lambda: server.sample("grpc_server_handled_total", **ended) == 1, "the stream has not stalled")
+    before = one_place.sample(handled, **ended)
+    with deaf(one_place, call) as client:
+        until(lambda: one_place.sample(handled, **ended) == before + 1, "the stream has not stalled")
         assert not client.ended
         client.grant(1, 1 << 16)
         until(lambda: 1 in client.ended, "the stream was not sent its status")

@@ -1,5 +1,7 @@
 """Each check runs on a CPU with tiny models, on graphs of standard operators, and on a card in fp16 and bf16.
 
+Without `--whole` two of its cases on the CPU are drawn.
+
 `-m gpu` is the card, `-m "gpu and not slow"` the card with tiny models alone.
 """
 
@@ -20,7 +22,7 @@ from tests.gpu.subjects import Subject, configs
 CARD = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device that answers"))
 TINY, _LARGE = ("tiny", "tiny-encoder-decoder"), ("llama-110m", "en-de-25m")
 _CASES = [
-    *((name, Device.CPU, Precision.FP32, ()) for name in TINY),
+    *((name, Device.CPU, Precision.FP32, (pytest.mark.sampled(2),)) for name in TINY),
     *((name, Device.CUDA, precision, CARD) for name in TINY for precision in CUDA_PRECISIONS),
     *((name, Device.CUDA, each, (*CARD, pytest.mark.slow)) for name in _LARGE for each in CUDA_PRECISIONS),
 ]

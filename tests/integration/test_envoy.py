@@ -505,9 +505,8 @@ async def test_a_key_goes_to_one_server_and_keys_go_to_all(tmp_path: Path) -> No
 FAMILIES, REQUESTS = 12, 50
 
 
-async def test_requests_with_a_routing_key_have_more_cache_hits(
-    tmp_path: Path,
-) -> None:
+@pytest.mark.whole
+async def test_requests_with_a_routing_key_have_more_cache_hits(tmp_path: Path) -> None:
     model = {"served": [served_model(context=256)]}
 
     async def cached_share(channel: grpc.aio.Channel, first: str, *, has_key: bool) -> float:

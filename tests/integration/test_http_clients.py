@@ -6,42 +6,43 @@ import asyncio
 import gc
 import os
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import openai as library
 import pytest
-from langchain_core.exceptions import ContextOverflowError
-from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
-from langchain_openai import ChatOpenAI
 
 from tests.http_calls import MESSAGES, serving, url
 from tests.servers import MODEL, Running
 
+if TYPE_CHECKING:
+    from langchain_openai import ChatOpenAI
+
 # LiteLLM would fetch its table of prices from the network when it is imported.
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
-import litellm
-
 TOKENS = 6
 USAGE = {"prompt_tokens": 3, "completion_tokens": TOKENS, "total_tokens": 3 + TOKENS}
 
 
 def chat_model(server: Running, **options: Any) -> ChatOpenAI:
+    # Both libraries take seconds to import: in the process alone that runs these tests.
+    from langchain_openai import ChatOpenAI
+
     given = {"model": MODEL, "max_tokens": TOKENS, "temperature": 0, "extra_body": {"ignore_eos": True}, **options}
     return ChatOpenAI(base_url=f"{url(server)}/v1", api_key="none", max_retries=0, **given)
 
 
 @pytest.fixture
-async def close_litellm() -> AsyncIterator[None]:
+async def litellm() -> AsyncIterator[Any]:
     """It keeps its connections, on the event loop that made them; those for responses it cannot close."""
-    yield
+    import litellm
+
+    yield litellm
     await litellm.close_litellm_async_clients()
     litellm.in_memory_llm_clients_cache.flush_cache()
     gc.collect()
 
 
-def closes_litellm(test: Any) -> Any:
-    """A test that leaves none of LiteLLM's connections to the next."""
-    return pytest.mark.filterwarnings("ignore::ResourceWarning")(pytest.mark.usefixtures("close_litellm")(test))
+leaves_connections = pytest.mark.filterwarnings("ignore::ResourceWarning")
 
 
 def lite(server: Running, **options: Any) -> dict[str, Any]:
@@ -52,6 +53,8 @@ def lite(server: Running, **options: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("uses_responses", [False, True])
 async def test_langchain_has_the_same_text_and_usage_by_all_its_calls(*, uses_responses: bool) -> None:
+    from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
+
     async with serving() as server:
         model = chat_model(server, use_responses_api=uses_responses, stream_usage=True)
         answer = await model.ainvoke("ab")
@@ -82,6 +85,8 @@ async def test_langchain_has_the_same_text_and_usage_by_all_its_calls(*, uses_re
 
 
 async def test_langchains_options_have_their_effect() -> None:
+    from langchain_core.messages import HumanMessage
+
     async with serving() as server:
         model = chat_model(server)
         text = (await model.ainvoke("ab")).text
@@ -98,6 +103,9 @@ async def test_langchains_options_have_their_effect() -> None:
 
 
 async def test_langchain_raises_what_is_refused() -> None:
+    from langchain_core.exceptions import ContextOverflowError
+    from langchain_core.messages import HumanMessage
+
     async with serving() as server:
         model = chat_model(server)
         image = HumanMessage([{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}])
@@ -109,9 +117,9 @@ async def test_langchain_raises_what_is_refused() -> None:
             await chat_model(server, model="nobody").ainvoke("ab")
 
 
-@closes_litellm
+@leaves_connections
 @pytest.mark.filterwarnings("ignore:Accessing the 'model_:DeprecationWarning")  # LiteLLM's, of pydantic
-async def test_litellm_has_the_same_text_and_usage_by_all_its_calls() -> None:
+async def test_litellm_has_the_same_text_and_usage_by_all_its_calls(litellm: Any) -> None:
     async with serving() as server:
         options = lite(server, messages=MESSAGES)
         answer = await litellm.acompletion(**options)
@@ -144,8 +152,8 @@ async def test_litellm_has_the_same_text_and_usage_by_all_its_calls() -> None:
         assert "".join(getattr(event, "delta", "") for event in events) == text
 
 
-@closes_litellm
-async def test_litellms_options_have_their_effect_and_its_errors_are_its_own() -> None:
+@leaves_connections
+async def test_litellms_options_have_their_effect_and_its_errors_are_its_own(litellm: Any) -> None:
     async with serving() as server:
         options = lite(server, messages=MESSAGES)
         text = (await litellm.acompletion(**options)).choices[0].message.content

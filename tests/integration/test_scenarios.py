@@ -252,6 +252,7 @@ def test_structured_output_is_measured_beside_free_text_and_with_drafts(
 
 
 @pytest.mark.parametrize("family", ["decoder-only", "encoder-decoder"])
+@pytest.mark.sampled(1)
 def test_predictions_of_a_real_server_are_measured_alone_and_under_load(tmp_path: Path, family: str) -> None:
     artifact = tiny_artifact(family)
     settings = prediction.PredictionSettings(

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import pickle
+import re
 import shutil
 import sys
 import threading
@@ -518,12 +519,14 @@ async def test_failed_steps_between_good_ones_leave_the_model_serving() -> None:
 
     def fail(_: object) -> None:
         if is_broken.is_set():
-            raise RuntimeError("once")
+            raise RuntimeError("/secret/path of a graph")
 
     async with running(runner=FakeRunner(SLOTS, before_run=fail)) as server:
         for _ in range(4):
             is_broken.set()
-            await status_of(server.generation.Generate(generate_request()))
+            error = await status_of(server.generation.Generate(generate_request()))
+            assert error.code() is grpc.StatusCode.INTERNAL
+            assert re.fullmatch(r"internal error [0-9a-f]+", str(error.details()))
             is_broken.clear()
             await server.generation.Generate(generate_request(max_tokens=1))
         assert (await server.health.Check(health_pb2.HealthCheckRequest(service=MODEL))).status == SERVING

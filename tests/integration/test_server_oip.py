@@ -41,7 +41,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         assert server.stop() == 0
 
 
-@pytest.fixture(scope="module", params=["direct", "envoy"])
+@pytest.fixture(scope="module", params=["direct", pytest.param("envoy", marks=pytest.mark.whole)])
 def target(
     request: pytest.FixtureRequest, server: ServerProcess, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[str]:

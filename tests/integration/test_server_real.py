@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import urllib.request
@@ -12,13 +13,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import grpc
 import pytest
+from openai import OpenAI
 
 from model import kernels
 from model.spec import artifact, golden
+from onward import Client
 from onward.v1 import generation_pb2 as pb
 from onward.v1 import model_pb2
 from onward.v1.generation_pb2_grpc import GenerationServiceStub
@@ -69,8 +72,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def served(models: Path) -> Iterator[Served]:
-    with serving(models) as served:
+    with serving(models, "--http-port", "0", "--no-calibrate") as served:
         yield served
+        served.process.send_signal(signal.SIGTERM)
+        assert served.process.wait(30) == 0
 
 
 @pytest.fixture
@@ -102,6 +107,23 @@ def test_both_families_stream_what_they_answer_at_once(channel: grpc.Channel, fa
     assert [token for event in events for token in event.delta.token_ids] == list(output.token_ids)
     assert "".join(event.delta.text for event in events) == output.text
     assert events[-1].WhichOneof("event") == "summary"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_answer_is_the_same_over_both_transports(served: Served, family: str) -> None:
+    found = re.search(r"HTTP on port (\d+)", served.line)
+    assert found, served.line
+    with (
+        OpenAI(base_url=f"http://127.0.0.1:{found[1]}/v1", api_key="none") as http,
+        Client(served.target) as over_grpc,
+    ):
+        options: dict[str, Any] = {"model": family, "max_tokens": 12, "seed": 3, "temperature": 1.0}
+        wanted = over_grpc.generate("abc", **options)
+        answer = http.completions.create(prompt="abc", extra_body={"return_token_ids": True}, **options)
+        assert answer.choices[0].to_dict()["token_ids"] == list(wanted.outputs[0].token_ids)
+        assert answer.choices[0].text == wanted.text
+        streamed = http.completions.create(prompt="abc", stream=True, **options)
+        assert "".join(chunk.choices[0].text for chunk in streamed) == wanted.text
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -221,9 +243,9 @@ def test_a_server_without_kernels_answers_by_standard_operators(models: Path, se
     assert "kernels compute" not in said
 
 
-def refused(models: Path, *flags: str) -> list[str]:
+def refused(models: Path) -> list[str]:
     """The problems with which a start is refused."""
-    ended = subprocess.run([*COMMAND, "--models", models, *flags], capture_output=True, text=True, check=False)
+    ended = subprocess.run([*COMMAND, "--models", models], capture_output=True, text=True, check=False)
     assert ended.returncode == 2, ended.stderr
     assert ended.stdout == ""
     return [line.removeprefix("onward: ") for line in ended.stderr.splitlines()]
@@ -254,14 +276,3 @@ def test_every_problem_of_every_artifact_stops_the_start(tmp_path: Path) -> None
     assert len(problems) == len(expected)
     for words in expected:
         assert any(f"{tmp_path}/{words}" in problem for problem in problems), words
-
-
-def test_a_device_that_models_are_not_exported_for_stops_the_start(models: Path) -> None:
-    wanted = "is not exported for it, export it with --device cuda"
-    names = sorted((*FAMILIES, *ADDITIVE_MODELS))
-    assert refused(models, "--device", "cuda") == [f"device is cuda: {name} {wanted}" for name in names]
-
-
-def test_folder_without_models_stops_the_start(tmp_path: Path) -> None:
-    assert refused(tmp_path) == [f"{tmp_path} has no subfolder, and so no model to serve"]
-    assert refused(tmp_path / "absent") == [f"{tmp_path / 'absent'} cannot be read: No such file or directory"]

@@ -344,17 +344,11 @@ async def test_a_half_given_client_certificate_is_refused_by_name(authority: Aut
     assert len(caught.value.problems) == 2
 
 
-@pytest.mark.parametrize("is_offered", [True, False])
-async def test_reflection_can_be_turned_off(*, is_offered: bool) -> None:
-    async with running(reflection=is_offered) as server:
+async def test_reflection_can_be_turned_off() -> None:
+    async with running(reflection=False) as server:
         stub = reflection_pb2_grpc.ServerReflectionStub(server.channel)
         request = reflection_pb2.ServerReflectionRequest(list_services="")
-        calls = stub.ServerReflectionInfo(iter([request]))
-        if is_offered:
-            names = {each.name for each in (await calls.read()).list_services_response.service}
-            assert set(SERVICES) <= names
-        else:
-            await status_of(calls.read(), grpc.StatusCode.UNIMPLEMENTED)
+        await status_of(stub.ServerReflectionInfo(iter([request])).read(), grpc.StatusCode.UNIMPLEMENTED)
 
 
 @pytest.mark.parametrize(("host", "is_warned"), [("0.0.0.0", True), ("127.0.0.1", False)])

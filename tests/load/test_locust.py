@@ -368,7 +368,6 @@ def test_ctrl_c_in_the_middle_of_a_schedule_cuts_no_stream_in_any_process(output
     [
         (("--steps", "x"), "--steps: 'x'"),
         (("--host", "127.0.0.1:1"), "127.0.0.1:1: UNAVAILABLE"),
-        (("--arrivals", "poisson", "--vocab-size", "10"), "--num-prompts: poisson has no end of its own"),
     ],
 )
 def test_an_impossible_run_is_refused_in_a_line(words: tuple[str, ...], said: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import json
 import logging
 import shutil
 import types
@@ -27,6 +28,7 @@ from model.spec.artifact import (
     ENCODER,
     GOLDEN,
     MOVE,
+    PARITY,
     Device,
     KVFormat,
     KVLayout,
@@ -338,12 +340,23 @@ def test_factory_refuses_an_artifact_for_another_device() -> None:
 @pytest.mark.parametrize(("family", "precision"), [(DECODER_ONLY, Precision.BF16), (ENCODER_DECODER, Precision.FP16)])
 @pytest.mark.sampled(1)
 def test_a_cuda_artifact_is_written_checked_and_refused_where_there_is_no_device(
-    family: str, precision: Precision, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    family: str,
+    precision: Precision,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     checkpoint = tiny_checkpoint(tmp_path / "checkpoint", tiny_config(family, num_layers=1))
     models = tmp_path / "models"
     out = models / "tiny" / "cuda"
     assert main([str(checkpoint), "--out", str(out), "--device", "cuda", "--precision", precision]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out.splitlines()[-1])["verdict"] == "not_run"
+    assert "nothing is proven" in printed.err
+    parity = json.loads((out / PARITY).read_text(encoding="utf-8"))
+    assert (parity["verdict"], parity["cases"]) == ("not_run", [])
+    assert not list(models.rglob("twin")), "what proved it is thrown away"
+    assert main(["verify", str(out)]) == 2
     manifest = artifact.load(out, devices=[Device.CUDA])
     assert (manifest.device, manifest.precision) == (Device.CUDA, precision)
     assert manifest.kv_cache == KVFormat(KVPrecision(precision), layout=KVLayout.PAGED, block_size=BLOCK_SIZE)

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from model.nn import reference
-from model.nn.transformer import Transformer
 from model.spec import artifact, golden
 from model.spec.artifact import KVPrecision, Precision
 from model.spec.tokenizer import Tokenizer
@@ -20,15 +19,13 @@ from service.engine.factory import build_engine, build_runner
 from service.engine.scheduler import EngineLimits
 from service.engine.sessions.session import GraphSession
 from service.engine.types import (
-    BeamSearchParams,
-    FinishReason,
     GenerationRequest,
     PromptScoring,
     StepOutput,
     StoppingParams,
     TokenLogprobs,
 )
-from service.errors import EngineFailed, StartupError
+from service.errors import StartupError
 from tests.artifacts import random_model, tiny_artifact, tiny_config
 from tests.fakes import drain, events_of, tokens_of
 from tests.served import (
@@ -38,9 +35,7 @@ from tests.served import (
     THREADS,
     VARIANTS,
     alone,
-    ask,
     make_request,
-    pool,
     served,
 )
 
@@ -86,17 +81,6 @@ def test_engine_replays_every_golden_case(
     assert not engine.has_work
     cache = build_runner(folder, artifact.load(folder), EngineLimits(), THREADS).kv
     assert {buffer.dtype for buffer in (*cache.own, *cache.cross)} == {np.dtype(kv.dtype)}
-
-
-@FAMILIES
-def test_engine_golden_replay_notices_a_wrong_answer(family: str) -> None:
-    folder = tiny_artifact(family)
-    engine = tiny_engine(folder, 4)
-    case = golden.load(folder / artifact.GOLDEN)[-1]
-    wrong = case.logits.copy()
-    wrong[-1, -1] += 10 * TOLERANCE.absolute
-    (result,) = engine.verify_golden([dataclasses.replace(case, logits=wrong)], TOLERANCE)
-    assert not result.passed
 
 
 @ANSWERING
@@ -193,101 +177,6 @@ def test_engine_serves_the_references_greedy_tokens_to_ragged_joining_and_leavin
         max_error = max(max_error, float(np.abs(actual - expected).max()))
     assert num_equal / num_asked >= 0.999
     assert max_error <= TOLERANCE.absolute
-
-
-def search_slowly(
-    given: Sequence[int],
-    source: Sequence[int] | None,
-    request: GenerationRequest,
-    model: Transformer,
-    end_ids: frozenset[int],
-) -> list[tuple[float, list[int]]]:
-    """Beam search by the book: every continuation of every beam, each from a whole forward; score and tokens."""
-    params = request.beam_search
-    assert params is not None
-    beams: list[tuple[float, list[int]]] = [(0.0, [])]
-    finished: list[tuple[float, list[int]]] = []
-    for length in range(1, request.stopping.max_tokens + 1):
-        candidates: list[tuple[float, list[int]]] = []
-        for total, tokens in beams:
-            logprobs = reference.logits(model, [*given, *tokens], source)[-1].double().log_softmax(-1)
-            candidates += [(total + each, [*tokens, token]) for token, each in enumerate(logprobs.tolist())]
-        candidates.sort(key=lambda candidate: -candidate[0])
-        is_last = length == request.stopping.max_tokens
-        for total, tokens in candidates[: params.beam_size]:
-            if is_last or tokens[-1] in end_ids:
-                finished.append((total / length**params.length_penalty, tokens))
-        beams = [candidate for candidate in candidates if candidate[1][-1] not in end_ids][: params.beam_size]
-        if len(finished) >= max(params.beam_size * params.patience, params.num_hypotheses):
-            break
-    finished.sort(key=lambda hypothesis: -hypothesis[0])
-    return finished[: params.num_hypotheses]
-
-
-@FAMILIES
-def test_engine_beam_search_is_that_of_the_book_on_the_reference(family: str) -> None:
-    config = tiny_config(family)
-    host = served("rotary" if family == DECODER_ONLY else "sinusoidal")
-    model = random_model(config)
-    ends = []
-    for number, (beam_size, penalty, patience) in enumerate(
-        [(1, 1.0, 1.0), (2, 0.0, 1.0), (3, 1.0, 1.0), (4, 2.0, 2.0), (5, 0.5, 0.4), (8, 1.0, 1.0)]
-    ):
-        # Many tokens stop it, so that ends are among the best continuations.
-        stops = frozenset(np.random.default_rng(number).choice(config.vocab_size, 60, replace=False).tolist())
-        request = dataclasses.replace(
-            make_request(config, number, 5 + 9 * number),
-            stopping=StoppingParams(max_tokens=7, stop_token_ids=stops),
-            beam_search=BeamSearchParams(
-                beam_size=beam_size,
-                num_hypotheses=(beam_size + 1) // 2,
-                length_penalty=penalty,
-                patience=patience,
-            ),
-        )
-        prompt = request.prompt_token_ids
-        given, source = ([config.bos_id], prompt) if config.is_encoder_decoder else (prompt, None)
-        expected = search_slowly(given, source, request, model, stops | set(host.manifest.eos_ids))
-        outputs = ask(host, request)
-        for index, (score, tokens) in enumerate(expected):
-            last = next(
-                e for e in events_of(outputs, request.request_id) if e.output_index == index and e.finish_reason
-            )
-            assert last.score == pytest.approx(score, abs=1e-5)
-            assert tokens_of(outputs, request.request_id, index) == tokens
-            ends.append(last.finish_reason)
-    assert set(ends) == {FinishReason.STOP, FinishReason.LENGTH}
-
-
-def test_engine_stop_strings_are_found_in_the_artifacts_own_text() -> None:
-    host = served("rotary")
-    request = dataclasses.replace(make_request(host.config, 4, 20), stopping=StoppingParams(max_tokens=40))
-    engine = host.engine()
-    engine.add_request(request)
-    text = host.decode(tokens_of(drain(engine), request.request_id))
-    stop = text[len(text) // 2 :][:2]
-    engine = host.engine()
-    engine.add_request(dataclasses.replace(request, stopping=StoppingParams(max_tokens=40, stop=(stop,))))
-    events = events_of(drain(engine), request.request_id)
-    assert "".join(event.text or "" for event in events) == text[: text.index(stop)]
-    assert (events[-1].finish_reason, events[-1].matched_stop) == (FinishReason.STOP, stop)
-
-
-def test_engine_survives_a_graph_that_refuses_a_batch() -> None:
-    """An id outside the vocabulary, which the layers above refuse, fails the running requests and no later ones."""
-    host = served("rotary")
-    tokens, logits = alone("rotary")
-    bad = dataclasses.replace(make_request(host.config, 50, 9), prompt_token_ids=(host.config.vocab_size,) * 9)
-    engine = host.engine()
-    engine.add_request(bad)
-    (event,) = engine.step().events
-    assert isinstance(event.error, EngineFailed)
-    host.recorder.logits = {}
-    for request in pool(host.config):
-        engine.add_request(request)
-    outputs = drain(engine)
-    assert {name: tokens_of(outputs, name) for name in tokens} == tokens
-    assert host.recorder.logits == logits
 
 
 def test_session_refuses_a_graph_that_is_not_the_manifests(tmp_path: Path) -> None:

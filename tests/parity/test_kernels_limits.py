@@ -246,7 +246,7 @@ def test_rows_of_zeros_and_of_subnormal_numbers_are_what_functions_say(kind: str
 
 
 @pytest.mark.parametrize("kind", [LINEAR, INT8_LINEAR, INT4_LINEAR])
-@pytest.mark.parametrize("infinities", [(_INF,), (-_INF,), (_INF, -_INF), (_INF, _NAN)])
+@pytest.mark.parametrize("infinities", [(_INF,), (-_INF,), (_INF, -_INF), (_INF, _NAN), (_NAN,)])
 def test_rows_with_infinities_are_no_finite_number_and_no_others_affair(kind: str, infinities: Sequence[float]) -> None:
     """Rounded rows become NaN; a function of standard operators may give infinities, whose signs say nothing."""
     rng = np.random.default_rng(0)
@@ -278,22 +278,6 @@ def test_gates_and_norms_of_zeros_subnormals_and_infinities_are_what_functions_s
         model, feeds = _norm_model(kind, 64), {"left": x, "right": np.zeros_like(x)}
     found, standard = (open_session(model, by_kernels=each).run(["y"], feeds)[0] for each in (True, False))
     np.testing.assert_allclose(found, standard, rtol=1e-5, atol=2e-4)
-
-
-@pytest.mark.parametrize("kind", [LINEAR, INT8_LINEAR])
-@pytest.mark.parametrize(("num_rows", "inner", "outer"), [(9, 2047, 701), (65, 767, 331), (130, 1533, 97)])
-def test_products_of_odd_sizes_near_models_are_their_functions_and_each_rows_own(
-    kind: str, num_rows: int, inner: int, outer: int
-) -> None:
-    x = np.random.default_rng(inner).standard_normal((num_rows, inner)).astype(np.float32)
-    model = _product_model(kind, inner, outer)
-    session = open_session(model, by_kernels=True, threads=3)
-    (found,) = session.run(None, {"x": x})
-    (standard,) = open_session(model, by_kernels=False).run(None, {"x": x})
-    room = {LINEAR: 1e-5, INT8_LINEAR: 0}[kind]
-    assert np.abs(found - standard).max() <= room * np.abs(standard).max()
-    for row in (0, 1, num_rows - 1):
-        assert session.run(None, {"x": x[row : row + 1]})[0].tobytes() == found[row : row + 1].tobytes()
 
 
 @pytest.mark.parametrize(

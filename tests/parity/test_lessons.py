@@ -151,6 +151,7 @@ UNMOVED = re.compile(
 
 
 @pytest.mark.parametrize("name", LESSONS)
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("brief")
 def test_a_number_that_nothing_moves_is_a_size_or_a_limit(name: str) -> None:
     page, moved = LESSONS[name].run(), set()
@@ -169,6 +170,7 @@ def test_a_number_that_nothing_moves_is_a_size_or_a_limit(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LESSONS)
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("brief")
 def test_what_is_drawn_and_trained_follows_the_seed(name: str) -> None:
     one, again, other = (LESSONS[name].run(seed=seed) for seed in (0, 0, 1))

@@ -24,7 +24,6 @@ from service.config import ServeConfig
 from service.engine.engine import Engine, LastRun
 from service.engine.factory import build_engine, build_runner
 from service.engine.proof.chunk_proof import find_difference
-from service.engine.sampling.grammar import Vocabulary
 from service.engine.scheduler import EngineLimits
 from service.engine.sessions.session import SessionOptions
 from service.engine.types import (
@@ -32,11 +31,8 @@ from service.engine.types import (
     SamplingParams,
     StepOutput,
     StoppingParams,
-    StructuredOutput,
-    StructureKind,
 )
 from service.errors import StartupError
-from service.process.grammar_check import describe_grammar
 from service.repository.loading import build_engines, load_models
 from tests.artifacts import ADDITIVE, LEARNED, paged_artifact, tiny_artifact
 from tests.fakes import drain
@@ -100,26 +96,6 @@ def ask(engine: Engine, vocab_size: int) -> list[list[StepOutput]]:
     return outputs
 
 
-def ask_structured(engine: Engine, vocabulary: Vocabulary) -> list[list[StepOutput]]:
-    """Outputs of a form, one after the other, with penalties that count what a form forces."""
-    schema = '{"properties": {"name": {"enum": ["first", "second"]}}, "required": ["name"], "type": "object"}'
-    outputs = []
-    for seed, form in enumerate((describe_grammar("json_schema", schema), describe_grammar("regex", "(abcd|efgh|x)+"))):
-        request = GenerationRequest(
-            request_id=f"s{seed}",
-            model="tiny",
-            prompt_token_ids=(5, 6, 7),
-            sampling=SamplingParams(seed=seed, frequency_penalty=0.2),
-            stopping=StoppingParams(max_tokens=60),
-            logprobs=3,
-            structured_output=StructuredOutput(StructureKind.JSON),
-            grammar=vocabulary.compile(form),
-        )
-        engine.add_request(request)
-        outputs.append(drain(engine))
-    return outputs
-
-
 def answers(outputs: Sequence[StepOutput]) -> list[Any]:
     return [(event.token_id, event.logprobs, event.finish_reason) for output in outputs for event in output.events]
 
@@ -155,17 +131,6 @@ def test_guesses_for_rows_that_decode_together_change_no_bit(variant: str) -> No
     shared = [output.stats for output in together if output.stats.num_decode_rows > 1]
     assert sum(stats.num_accepted_tokens for stats in shared) > 0
     assert any(stats.num_draft_tokens > stats.num_accepted_tokens for stats in shared)
-
-
-@needs_kernels
-@pytest.mark.parametrize("variant", ["fp32", "int8", "kv-int8"])
-def test_forced_tokens_as_drafts_change_no_bit(variant: str) -> None:
-    folder = tiny_artifact("decoder-only", **VARIANTS[variant])
-    manifest = artifact.load(folder)
-    vocabulary = Vocabulary(Tokenizer.load(folder / TOKENIZER), manifest.config.vocab_size, manifest.eos_ids)
-    alone, drafted = (ask_structured(engine_for(folder, limits), vocabulary) for limits in (LIMITS, GUESSING))
-    assert [answers(outputs) for outputs in drafted] == [answers(outputs) for outputs in alone]
-    assert sum(map(len, drafted)) < sum(map(len, alone))
 
 
 @needs_kernels

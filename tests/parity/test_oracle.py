@@ -85,8 +85,16 @@ def differ(monkeypatch: pytest.MonkeyPatch, model: Any, what: str) -> None:
             monkeypatch.setattr(torch.nn.functional, "silu", torch.nn.functional.gelu)
 
 
-@pytest.mark.parametrize("kv", [KVPrecision.FP32, KVPrecision.INT8])
-@pytest.mark.parametrize("what", ["norm", "position", "rope base", "residual", "scale", "mask", "activation"])
+@pytest.mark.parametrize(
+    ("what", "kv"),
+    [
+        *(
+            (what, KVPrecision.FP32)
+            for what in ("norm", "position", "rope base", "residual", "scale", "mask", "activation")
+        ),
+        ("position", KVPrecision.INT8),
+    ],
+)
 def test_a_graph_that_computes_something_else_is_refused_by_the_place(
     what: str, kv: KVPrecision, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,6 +196,3 @@ def test_an_export_whose_rows_are_rounded_otherwise_is_refused_and_writes_nothin
     assert main(arguments) == 1
     assert "the rows of layers.0.self_attention.output differ from PyTorch's by" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-    monkeypatch.undo()
-    assert main(arguments) == 0
-    assert "PyTorch with these weights" in capsys.readouterr().out

@@ -16,12 +16,11 @@ import numpy as np
 import pytest
 
 from model.spec import artifact, golden
-from model.spec.artifact import DECODER, ENCODER, GOLDEN, MOVE, Manifest
+from model.spec.artifact import DECODER, ENCODER, MOVE, Manifest
 from model.spec.config import Architecture, ModelConfig
-from model.spec.tokenizer import Tokenizer
 from service.engine.batch import KVCopy, KVDrop, KVFree, KVRestore, KVSave, ScheduledBatch
 from service.engine.engine import Engine, LastRun
-from service.engine.factory import build_engine, build_paged_runner, build_runner, model_shape
+from service.engine.factory import build_paged_runner, build_runner, model_shape
 from service.engine.interfaces import Runner
 from service.engine.kv.budget import plan_kv_memory
 from service.engine.kv.reservations import KVBudget
@@ -346,23 +345,6 @@ def test_paged_engine_releases_all_blocks(variant: str) -> None:
     assert pair.runners[1].operations[KVFree]
 
 
-@pytest.mark.parametrize("family", [DECODER_ONLY, ENCODER_DECODER])
-@pytest.mark.parametrize("max_batch_size", [1, 3, 16])
-def test_paged_engine_replays_every_golden_case(family: str, max_batch_size: int) -> None:
-    """Also in the smallest budget."""
-    folder = paged_artifact(family)
-    manifest = artifact.load(folder)
-    budget = plan_kv_memory(manifest, 1, None).num_bytes
-    limits = EngineLimits(max_batch_size=max_batch_size, kv_memory_bytes=budget)
-    decode = Tokenizer.load(folder / artifact.TOKENIZER).decode
-    engine = build_engine(folder, manifest, decode, limits, THREADS, LastRun())
-    cases = golden.load(folder / GOLDEN)
-    tolerance = golden.tolerance_of(manifest.precision, manifest.kv_cache.precision)
-    results = engine.verify_golden(cases, tolerance)
-    assert len(results) == len(cases)
-    assert all(result.passed and result.max_abs_error < 2e-5 for result in results)
-
-
 def test_paged_runner_refuses_chunks_that_lie_across_blocks() -> None:
     folder = paged_artifact(DECODER_ONLY)
     manifest = artifact.load(folder)
@@ -447,26 +429,3 @@ def test_paged_engine_on_a_device_needs_no_whole_logits_for_greedy_and_top_k_tok
         before = pair.num_whole_reads()
         pair.run([(0, request), *((1, make_request(config, f"{number}-{i}", [5, 6, i + 3])) for i in range(2))])
         assert pair.num_whole_reads() > before
-
-
-def test_golden_cases_compare_whole_logits_on_a_device() -> None:
-    variant = "rotary-16"
-    folder = paged_folder(variant)
-    manifest, _, _ = sessions(variant)
-    # One full-length sequence fits: cases are replayed one row at a time.
-    budget = paged_budget(variant, 1)
-    top = TopLogits()
-    runner = paged_runner(variant, budget, "cpu", top)
-    scheduler = Scheduler(LIMITS, model_shape(manifest), str, budget)
-    engine = Engine(scheduler, runner, Sampler(top), LastRun(), clock=lambda: 0.0)
-    tolerance = golden.tolerance_of(manifest.precision, manifest.kv_cache.precision)
-    cases = golden.load(folder / GOLDEN)
-    for number in range(2):
-        results = engine.verify_golden(cases, tolerance)
-        assert all(result.passed and result.max_abs_error < 2e-5 for result in results)
-        # A request over stale K/V of cases, then cases over stale K/V of requests.
-        prompt = draw_prompt(manifest.config, 80, 1)
-        engine.add_request(make_request(manifest.config, f"r{number}", prompt, max_tokens=15))
-        outputs = drain(engine)
-        assert all(event.error is None for output in outputs for event in output.events)
-        runner.kv.check_invariants()

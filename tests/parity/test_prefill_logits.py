@@ -21,17 +21,16 @@ LIMITS = EngineLimits(max_batch_size=2, prefill_chunk=16, max_prefill_tokens=32)
 _MARK = 7.0
 
 
-@pytest.mark.parametrize("own_kernels", [True, False])
 @pytest.mark.parametrize(
-    ("precision", "kv_precision"),
+    ("overrides", "precision", "kv_precision", "own_kernels"),
     [
-        (Precision.FP32, KVPrecision.FP32),
-        (Precision.INT8, KVPrecision.FP32),
-        (Precision.INT4, KVPrecision.FP32),
-        (Precision.INT8, KVPrecision.INT8),
+        pytest.param({}, Precision.FP32, KVPrecision.FP32, True, id="llama"),
+        pytest.param({}, Precision.FP32, KVPrecision.FP32, False, id="llama-standard"),
+        pytest.param(LEARNED, Precision.INT8, KVPrecision.INT8, True, id="gpt2-int8-kv-int8"),
+        pytest.param({"norm_placement": "post"}, Precision.FP32, KVPrecision.FP32, True, id="post-norm"),
+        pytest.param({}, Precision.INT4, KVPrecision.FP32, True, id="llama-int4"),
     ],
 )
-@pytest.mark.parametrize("overrides", [{}, LEARNED, {"norm_placement": "post"}], ids=["llama", "gpt2", "post-norm"])
 def test_chunk_without_logits_leaves_those_that_are_there_and_the_same_keys_and_values(
     precision: Precision, kv_precision: KVPrecision, overrides: Mapping[str, Any], own_kernels: bool
 ) -> None:

@@ -105,6 +105,7 @@ def is_compared(name: str, model: Transformer) -> bool:
 
 
 @pytest.mark.parametrize(("family", "precision", "kv", "overrides"), SLOTS)
+@pytest.mark.sampled(6)
 def test_every_wrong_tensor_is_named(
     family: Architecture,
     precision: str,

@@ -71,19 +71,9 @@ def multi_head(x: Array, heads: list[tuple[Array, Array, Array]], w_o: Array) ->
     return np.concatenate(outputs, axis=-1) @ w_o
 
 
-def unlearned(q: Array, k: Array, v: Array) -> Array:
-    """y_i = Σ_{j≤i} (q_i·k_j) v_j: self-attention with no softmax and no scale."""
-    return np.stack([sum((q[i] @ k[j]) * v[j] for j in range(i + 1)) for i in range(len(q))])
-
-
 def layer_norm(x: Array, gamma: Array, beta: Array, epsilon: float) -> Array:
     """LN(x) = γ(x - μ)/√(σ² + ε) + β."""
     return gamma * (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + epsilon) + beta
-
-
-def rms_norm(x: Array, gamma: Array, epsilon: float) -> Array:
-    """γx/√(mean(x²) + ε)."""
-    return gamma * x / np.sqrt((x**2).mean(-1, keepdims=True) + epsilon)
 
 
 def feed_forward(x: Array, w_1: Array, b_1: Array, w_2: Array, b_2: Array) -> Array:

@@ -18,7 +18,6 @@ from packaging.utils import canonicalize_name
 from benchmarks.infra.envoy import CONFIG as ENVOY
 from model.training.presets import PRESETS
 from service.config import RequestLimits, ServeConfig, options, parse, variable
-from service.routing import ROUTING_KEY
 from tests.contracts import MANAGING, METHODS
 from tests.environment import ROOT
 
@@ -280,16 +279,6 @@ def test_envoys_two_ways_to_choose_a_server_differ_in_nothing_else() -> None:
     for cluster in (one, other):
         assert cluster.pop("name") == cluster["load_assignment"].pop("cluster_name")
     assert one == other
-
-
-def test_envoy_routes_by_the_documented_metadata() -> None:
-    (host,) = envoy_route_config()["route_config"]["virtual_hosts"]
-    *_, by_key, _ = host["routes"]
-    assert [header["name"] for header in by_key["match"]["headers"]] == [ROUTING_KEY]
-    assert by_key["route"]["hash_policy"] == [{"header": {"header_name": ROUTING_KEY}}]
-    assert [route["route"]["cluster"] for route in host["routes"][2:]] == [
-        cluster["name"] for cluster in reversed(envoy_clusters())
-    ]
 
 
 def test_envoy_has_the_servers_limits() -> None:

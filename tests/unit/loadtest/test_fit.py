@@ -10,7 +10,7 @@ import pytest
 
 from loadtest.scaling import fit, judge, study
 from loadtest.scaling.claims import CACHE_TOLERANCE
-from loadtest.scaling.fit import Curve, Examination, Regimes, Samples, examine
+from loadtest.scaling.fit import Curve, Regimes, Samples, examine
 
 LENGTHS = tuple(round(64 * 1.5**step) for step in range(12))
 """64 to 5536 tokens."""
@@ -68,13 +68,7 @@ def test_the_crossover_lies_in_its_interval_despite_noise_and_outliers() -> None
     assert found.deviations(exact(QUADRATIC, lengths)) == pytest.approx(0.0, abs=0.05)
 
 
-def test_outliers_hardly_move_the_medians() -> None:
-    clean = examine(noisy(QUADRATIC, 3, outliers=0.0), 2, draws=5)
-    strays = examine(noisy(QUADRATIC, 3, outliers=0.1), 2, draws=5)
-    assert strays.curve.at(5000) == pytest.approx(clean.curve.at(5000), rel=0.06)
-
-
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_no_quadratic_is_found_in_linear_times(seed: int) -> None:
     found = examine(noisy(LINEAR, seed), 2, draws=200, seed=seed)
     assert not found.holds
@@ -82,13 +76,6 @@ def test_no_quadratic_is_found_in_linear_times(seed: int) -> None:
     assert found.intervals[2].low == 0.0 or found.leading_share < 0.1
     assert math.isinf(found.crossover_interval.high) or found.crossover_interval.high > max(LENGTHS)
     assert examine(noisy(LINEAR, seed), 1, draws=200, seed=seed).holds
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_a_quadratic_is_not_taken_for_linear(seed: int) -> None:
-    found = examine(noisy(QUADRATIC, seed), 1, draws=50, seed=seed)
-    assert any(objection.startswith("BIC prefers quadratic to linear by") for objection in found.objections)
-    assert examine(noisy(QUADRATIC, seed), 2, draws=50, seed=seed).holds
 
 
 def test_a_quadratic_term_that_is_real_and_next_to_nothing_makes_no_law() -> None:
@@ -135,12 +122,6 @@ def test_lengths_that_do_not_go_far_enough_beyond_the_crossover_prove_nothing(re
     )
 
 
-def test_a_constant_is_no_law_at_all() -> None:
-    found = examine(noisy(Curve((1e-3,)), 0), 1, draws=100)
-    assert any("includes 0" in objection for objection in found.objections)
-    assert found.bic[0] < found.bic[1]
-
-
 def test_intervals_cover_the_truth_about_as_often_as_they_say() -> None:
     lengths = tuple(length * 4 for length in LENGTHS)
     num_datasets = 120
@@ -155,15 +136,6 @@ def test_intervals_cover_the_truth_about_as_often_as_they_say() -> None:
     assert (shares >= 0.88).all(), shares
     # Twice as wide they would cover it always.
     assert shares.mean() < 0.995
-
-
-def test_half_the_noise_makes_intervals_half_as_wide() -> None:
-    wide, narrow = (examine(noisy(QUADRATIC, 5, noise=noise, outliers=0.0), 2) for noise in (0.04, 0.02))
-
-    def width(found: Examination) -> float:
-        return found.intervals[2].high - found.intervals[2].low
-
-    assert width(wide) / width(narrow) == pytest.approx(2.0, rel=0.15)
 
 
 def test_the_local_exponent_is_one_and_a_half_where_both_terms_are_equal() -> None:
@@ -194,7 +166,7 @@ REGIMES = Curve((1.3e-4, 36e-9, 12e-9), Regimes(1, KNEE))
 """Steps that read weights and K/V from a cache up to the knee."""
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(1))
 def test_a_line_by_regimes_is_found_and_a_single_line_bends_away_from_it(seed: int) -> None:
     samples = noisy(REGIMES, seed, lengths=LONG, noise=0.02)
     found = examine(samples, 1, draws=200, judged=50, seed=seed, tolerance=0.2, knees=KNEE)
@@ -229,7 +201,7 @@ def test_a_prompt_is_the_sum_of_its_positions() -> None:
         assert PROMPTS.term_at(2, length) == pytest.approx(2 * line.at(positions).sum())
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(1))
 def test_a_quadratic_by_regimes_is_found_and_a_single_one_misses_it(seed: int) -> None:
     samples = noisy(PROMPTS, seed, lengths=LONG, noise=0.02)
     found = examine(samples, 2, draws=200, judged=50, seed=seed, reach=5.0, knees=KNEE)
@@ -248,7 +220,7 @@ def test_no_rival_passes_as_a_quadratic_by_regimes(rival: fit.Law) -> None:
     assert any(objection.startswith("BIC prefers") for objection in found.objections)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(1))
 @pytest.mark.parametrize("rival", ["linearithmic", "three_halves", "quadratic", "square"])
 def test_no_rival_passes_as_a_cached_token(rival: str, seed: int) -> None:
     lengths = study.geometric(64, 16288, 32, 16)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -37,23 +36,6 @@ def test_gamma_gaps_have_the_rate_s_mean_and_the_burstiness_s_spread(burstiness:
     assert deviation / mean == pytest.approx(
         spread, rel=4.0 * math.sqrt((2.0 + 6.0 / burstiness) / 4.0 / COUNT) + 4.0 * spread / math.sqrt(COUNT)
     )
-
-
-def test_poisson_counts_in_a_window_have_their_mean_for_variance_and_gaps_are_exponential() -> None:
-    arrivals = Arrivals(pattern=Pattern.POISSON, rate=RATE, seed=2)
-    counts = Counter(int(at) for at in arrivals.schedule(seconds=2000.0))
-    per_second = [counts[second] for second in range(2000)]
-    assert statistics.fmean(per_second) == pytest.approx(RATE, rel=0.02)
-    assert statistics.variance(per_second) == pytest.approx(RATE, rel=0.15)
-    drawn = gaps(arrivals)
-    # The share of gaps longer than the mean is 1/e, than twice the mean 1/e².
-    for times in (1.0, 2.0):
-        longer = sum(gap > times / RATE for gap in drawn) / COUNT
-        assert longer == pytest.approx(math.exp(-times), abs=4.0 * math.sqrt(0.25 / COUNT))
-    # And one gap says nothing of the next.
-    centred = [gap * RATE - 1.0 for gap in drawn]
-    product = statistics.fmean(one * two for one, two in itertools.pairwise(centred))
-    assert abs(product) < 4.0 / math.sqrt(COUNT)
 
 
 def test_poisson_is_gamma_of_burstiness_one() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import time
 from typing import Any
@@ -29,18 +28,6 @@ def share(index: int = 0, count: int = 1, **fields: Any) -> Share:
 
 def session(*words: str, index: int = 0, count: int = 1, **fields: Any) -> Session:
     return Session(share(index, count, **fields), load(*words))
-
-
-def test_parts_of_a_schedule_are_together_the_schedule_of_one() -> None:
-    words = ("--arrivals", "gamma", "--burstiness", "0.3", "--rate", "10", "--requests", "50", "--seed", "5")
-    parts = [session(*words, index=index, count=3).schedule() for index in range(3)]
-    assert sorted(itertools.chain(*parts)) == session(*words).schedule()
-    assert [len(part) for part in parts] == [17, 17, 16]
-
-
-def test_a_schedule_is_limited_by_the_run_s_time() -> None:
-    times = session("--arrivals", "constant", "--rate", "10", seconds=0.5).schedule()
-    assert times == [(0, 0.0), (1, 0.1), (2, 0.2), (3, pytest.approx(0.3)), (4, 0.4)]
 
 
 def test_parts_of_a_closed_loop_take_every_number_once() -> None:
@@ -150,14 +137,3 @@ def test_the_ledger_ignores_reports_of_an_earlier_run() -> None:
     end(late, late.offer(0)[0])
     ledger.add(sent(late))
     assert (ledger.to_run().offered, ledger.to_run().records) == (0, ())
-
-
-def test_a_share_that_never_reports_is_silent() -> None:
-    ledger = Ledger("run", 2)
-    part = session()
-    end(part, part.offer(0)[0])
-    ledger.add(sent(part))
-    # The silent share's requests are unknown, so none counts as missing.
-    assert (ledger.to_run().offered - len(ledger.to_run().records), ledger.to_run().silent) == (0, 1)
-    ledger.add(sent(session(index=1, count=2)))
-    assert ledger.to_run().silent == 0

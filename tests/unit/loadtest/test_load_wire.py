@@ -11,7 +11,6 @@ from loadtest.core.wire import (
     WORDS,
     Sampling,
     TextModel,
-    has_final_flag,
     oip_answer,
     oip_piece,
     onward_answer,
@@ -188,23 +187,6 @@ def test_an_answer_that_comes_at_once_is_whole_and_its_tokens_are_counted() -> N
     response = text(typed=[b"two words"]).infer_response
     response.parameters["generated_tokens"].int64_param = 2
     assert oip_answer(response) == Piece(1, is_last=True, generated_tokens=2)
-
-
-def test_our_two_requests_are_one_message_by_two_names() -> None:
-    one, other = pb.GenerateRequest.DESCRIPTOR, pb.GenerateStreamRequest.DESCRIPTOR
-    fields = [
-        {field.name: (field.number, field.type, field.message_type) for field in each.fields} for each in (one, other)
-    ]
-    assert fields[0] == fields[1]
-
-
-def test_the_last_message_is_the_one_that_says_so() -> None:
-    message = text(typed=[b"word"])
-    assert (has_final_flag(message), oip_piece(message).is_last) == (False, False)
-    message.infer_response.parameters["triton_final_response"].bool_param = False
-    assert (has_final_flag(message), oip_piece(message).is_last) == (True, False)
-    message.infer_response.parameters["triton_final_response"].bool_param = True
-    assert oip_piece(message).is_last
 
 
 def test_token_counts_of_the_final_answer_are_used() -> None:

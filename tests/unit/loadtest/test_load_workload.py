@@ -81,13 +81,8 @@ def test_a_request_is_a_function_of_seed_stream_and_number_alone() -> None:
     work = workload(seed=3)
     backwards = [work.prompt(number) for number in reversed(range(10))]
     assert forwards == backwards[::-1]
-    others = [
-        workload(seed=4).prompt(0),
-        workload(seed=3, stream=1).prompt(0),
-        workload(seed=-3).prompt(0),
-        *forwards[1:],
-    ]
-    assert forwards[0] not in others
+    others = [workload(seed=4).prompt(0), workload(seed=3, stream=1).prompt(0), workload(seed=-3).prompt(0)]
+    assert forwards[0] not in [*others, *forwards[1:]]
 
 
 def test_tokens_are_drawn_from_all_that_are_no_control_tokens() -> None:

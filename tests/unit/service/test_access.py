@@ -57,17 +57,11 @@ def test_a_known_key_is_admitted_and_no_other(path: Path) -> None:
         assert not wrong or wrong not in str(caught.value)
 
 
-def test_a_key_is_good_for_its_methods_alone(path: Path) -> None:
-    keys = access(
-        path,
-        key_table("alice", "a") + key_table("root", "r", '["generate", "manage"]') + key_table("op", "o", '["manage"]'),
-    )
-    use(keys, "r", "LoadModel")
-    use(keys, "o", "LoadModel")
-    for key, method in (("a", "LoadModel"), ("o", "Generate"), ("a", "UnlistedMethod")):
-        with pytest.raises(PermissionDenied) as caught:
-            use(keys, key, method)
-        assert method in str(caught.value)
+def test_a_method_that_is_not_listed_is_for_those_who_manage(path: Path) -> None:
+    keys = access(path, key_table("alice", "a") + key_table("op", "o", '["manage"]'))
+    use(keys, "o", "UnlistedMethod")
+    with pytest.raises(PermissionDenied, match="UnlistedMethod"):
+        use(keys, "a", "UnlistedMethod")
 
 
 def test_a_rate_admits_a_burst_and_then_gives_a_retry_delay(path: Path) -> None:
@@ -120,25 +114,6 @@ def test_so_many_calls_run_at_once_and_a_refused_one_costs_nothing(path: Path) -
             with pytest.raises(RateLimited):
                 use(keys, "a")
     use(keys, "a")
-
-
-def test_a_call_that_fails_gives_its_place_back(path: Path) -> None:
-    keys = access(path, key_table("alice", "a", rest="max_concurrent_requests = 1"))
-    for _ in range(3):
-        with pytest.raises(ZeroDivisionError), keys.admitted("Generate", "a"):
-            raise ZeroDivisionError
-    use(keys, "a")
-
-
-def test_a_changed_file_is_read_within_a_second(path: Path) -> None:
-    clock = Clock()
-    keys = access(path, key_table("alice", "old"), clock)
-    path.write_text(key_table("alice", "new") + key_table("bob", "b"))
-    clock.now += 1.0
-    use(keys, "new")
-    use(keys, "b")
-    with pytest.raises(Unauthenticated):
-        use(keys, "old")
 
 
 @pytest.mark.parametrize("content", ["", "nonsense", None], ids=["empty", "garbled", "removed"])

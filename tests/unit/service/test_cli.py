@@ -30,14 +30,8 @@ def test_the_distribution_has_the_script() -> None:
 
 
 def test_asking_loads_neither_torch_nor_the_serving_stack() -> None:
-    ran = onward(
-        "ask",
-        "m",
-        "x",
-        "--target",
-        "127.0.0.1:1",
-        after="print(status, {'torch', 'onnxruntime', 'service.app'} & {*sys.modules})",
-    )
+    after = "print(status, {'torch', 'onnxruntime', 'service.app'} & {*sys.modules})"
+    ran = onward("ask", "m", "x", "--target", "127.0.0.1:1", after=after)
     assert ran.stdout == "1 set()\n"
     assert "UNAVAILABLE" in ran.stderr
 

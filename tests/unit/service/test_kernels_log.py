@@ -1,20 +1,16 @@
-"""What the log is told of the kernels, and that `--kernels` reaches whatever computes."""
+"""What the log is told of the kernels."""
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-import types
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from model import kernels
-from service.config import Kernels, ServeConfig
-from service.engine.sessions.session import SessionOptions
+from service.config import Kernels
 from service.errors import StartupError
-from service.repository import loading, startup
+from service.repository import startup
 from service.repository.startup import report_kernels
 
 
@@ -78,23 +74,3 @@ def test_standard_operators_do_without_the_library(
     assert not told.records
     report_kernels(Kernels.STANDARD)
     assert line(told) == (logging.INFO, "our own operators are computed by standard ones, as --kernels says")
-
-
-@pytest.mark.parametrize(("wanted", "own_kernels"), [(Kernels.AUTO, True), (Kernels.STANDARD, False)])
-def test_every_engines_sessions_are_told(
-    wanted: Kernels, own_kernels: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    seen: list[bool] = []
-
-    def build(*arguments: Any) -> Any:
-        (options,) = (each for each in arguments if isinstance(each, SessionOptions))
-        seen.append(options.own_kernels)
-        return types.SimpleNamespace(prove_merged_chunks=lambda cases: None)
-
-    monkeypatch.setattr(loading, "build_engine", build)
-    model: Any = types.SimpleNamespace(
-        name="m", manifest=None, stamp={}, output_tokenizer=types.SimpleNamespace(decode=None), golden_cases=()
-    )
-    config = dataclasses.replace(ServeConfig(models=tmp_path), kernels=wanted)
-    loading.build_engines(tmp_path, [model], config, kv_memory={"m": 1})
-    assert seen == [own_kernels]

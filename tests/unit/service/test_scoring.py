@@ -6,8 +6,6 @@ import math
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from service.engine.sampling.sampler import compute_logprobs
 from service.engine.types import FinishReason, PromptScoring, StepOutput, StoppingParams, TokenLogprobs
@@ -88,38 +86,6 @@ def test_scored_prompt_comes_before_its_continuation_which_is_the_same(encoder_d
     assert tokens_of(outputs, "a") == expected_tokens(prompt, 5, encoder_decoder=encoder_decoder, target_prefix=prefix)
     kinds = [event.token_id is not None for event in events_of(outputs, "a")]
     assert kinds == sorted(kinds)
-
-
-@FAMILIES
-@settings(max_examples=50)
-@given(
-    lengths=st.lists(st.integers(2, 30), min_size=1, max_size=9),
-    starts=st.lists(st.integers(1, 30), min_size=9, max_size=9),
-    max_tokens=st.lists(st.integers(0, 4), min_size=9, max_size=9),
-    steps=st.integers(0, 3),
-)
-def test_scores_do_not_depend_on_batch_composition(
-    encoder_decoder: bool, lengths: list[int], starts: list[int], max_tokens: list[int], steps: int
-) -> None:
-    engine = fake_engine(encoder_decoder=encoder_decoder)
-    outputs: list[StepOutput] = []
-    expected = {}
-    for index, length in enumerate(lengths):
-        name, tokens = f"r{index}", [BOS, *some_tokens(length - 1, index)]
-        scoring = PromptScoring(start=min(starts[index], length - 1))
-        expected[name] = by_definition(SOURCE if encoder_decoder else (), tokens, scoring)
-        prompt, prefix = (SOURCE, tokens[1:]) if encoder_decoder else (tokens, [])
-        stopping = StoppingParams(max_tokens=max_tokens[index])
-        engine.add_request(request(name, prompt, stopping=stopping, target_prefix=prefix, scoring=scoring))
-        engine.add_request(request(f"plain{index}", [5], max_tokens=3))
-        outputs += [engine.step() for _ in range(steps)]
-    outputs += drain(engine)
-    for index, (name, scores) in enumerate(expected.items()):
-        assert scores_of(outputs, name) == scores
-        assert len(tokens_of(outputs, name)) == max_tokens[index]
-        assert sum(event.is_terminal for event in events_of(outputs, name)) == 1
-        plain = expected_tokens([5], 3, encoder_decoder=encoder_decoder)
-        assert tokens_of(outputs, f"plain{index}") == plain
 
 
 @pytest.mark.parametrize("max_tokens", [0, 3])
@@ -227,12 +193,8 @@ def test_task_that_cannot_be_done_is_refused_by_its_field(
 def test_longest_task_fits_the_engine(encoder_decoder: bool, prompt: str, target: str | None, num_scores: int) -> None:
     task = make_task(served_model(encoder_decoder=encoder_decoder), prompt, target)
     engine = fake_engine(encoder_decoder=encoder_decoder)
-    scoring = PromptScoring(start=task.start)
-    engine.add_request(
-        request(
-            "a", task.prompt_token_ids, stopping=NOTHING, target_prefix=task.target_prefix_token_ids, scoring=scoring
-        )
-    )
+    prefix, scoring = task.target_prefix_token_ids, PromptScoring(start=task.start)
+    engine.add_request(request("a", task.prompt_token_ids, stopping=NOTHING, target_prefix=prefix, scoring=scoring))
     assert len(scores_of(drain(engine), "a")) == num_scores
 
 

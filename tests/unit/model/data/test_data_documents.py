@@ -70,16 +70,6 @@ def test_the_parts_of_a_text_are_the_text_in_shares_that_no_word_lies_across(
         assert end in ("\n" if "\n" in before else " " if " " in before else text) or end == ""
 
 
-@pytest.mark.parametrize("word", ["word ", "中文"])
-def test_a_file_of_one_endless_line_is_split_too(tmp_path: Path, word: str) -> None:
-    text = "".join(f"{index}{word}" for index in range(5000))
-    corpus = load(write(tmp_path / "line.txt", text))
-    parts = [side[0].text for side in (corpus.training, corpus.validation, corpus.test)]
-    assert "".join(parts) == text
-    assert len(parts[0]) > 0.9 * len(text)
-    assert min(map(len, parts)) >= 0.01 * len(text)
-
-
 def test_a_folder_is_split_by_file(folder: str) -> None:
     corpus = load(folder, validation_fraction=0.1, test_fraction=0.1)
     sides = [names(side) for side in (corpus.training, corpus.validation, corpus.test)]

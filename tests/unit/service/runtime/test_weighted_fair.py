@@ -12,18 +12,6 @@ from service.runtime.weighted_fair import WeightedFairScheduler
 LONG, SHORT = 0.4, 0.01
 
 
-def test_a_model_that_was_idle_has_saved_nothing_up() -> None:
-    turns, got = WeightedFairScheduler({}), defaultdict(int)
-    for _ in range(100):
-        assert turns.next(["early"]) == "early"
-        turns.charge("early", 1.0)
-    for _ in range(10):
-        model = turns.next(["early", "late"]) or ""
-        got[model] += 1
-        turns.charge(model, 1.0)
-    assert got == {"early": 5, "late": 5}
-
-
 def test_requests_of_one_long_step_each_do_not_get_more_than_a_long_prompt_does() -> None:
     """It leaves after every step, and is back when the other has had a turn."""
     turns, now, got, last = WeightedFairScheduler({}), 0.0, dict.fromkeys(("long", "short"), 0.0), ""

@@ -65,14 +65,6 @@ async def test_a_caller_has_half_of_the_places_and_those_who_come_later_find_som
     assert (await num_placed(limit, "d", 20))[0] == 4
 
 
-async def test_one_place_is_for_the_first_who_comes() -> None:
-    limit = CallLimit(1, 100, 100)
-    count, running = await num_placed(limit, "a", 1)
-    assert count == 1
-    assert (await limit.intercept_service(nothing, GENERATE)).stream_stream == limit._refuse
-    running[0].cancel()
-
-
 @pytest.mark.parametrize("name", ["text", "some-bin"])
 async def test_metadata_is_refused_from_the_first_byte_beyond_its_limit(name: str) -> None:
     value: Any = b"\xff" * 40 if name.endswith("-bin") else "x" * 40
@@ -88,9 +80,6 @@ async def test_metadata_is_refused_from_the_first_byte_beyond_its_limit(name: st
 class Shut:
     """A call over a connection that takes no bytes: its status is never sent."""
 
-    def __init__(self) -> None:
-        self.is_refused = asyncio.Event()
-
     def peer(self) -> str:
         return "ipv4:127.0.0.1:1"
 
@@ -101,7 +90,6 @@ class Shut:
         return ()
 
     async def abort(self, *_: object) -> None:
-        self.is_refused.set()
         await asyncio.Event().wait()
 
 
@@ -122,14 +110,6 @@ async def refused(limit: CallLimit, context: Shut) -> None:
         return await interceptor.intercept_service(handler, details)
 
     await (await limit.intercept_service(inner, GENERATE)).stream_unary(None, context)
-
-
-async def test_a_refused_call_holds_no_place_while_its_status_is_not_sent() -> None:
-    limit, context = CallLimit(1, 100, 100), Shut()
-    task = asyncio.create_task(refused(limit, context))
-    await context.is_refused.wait()
-    assert (await num_placed(limit, "a", 1))[0] == 1
-    task.cancel()
 
 
 async def unknown(_: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Collection, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
 from typing import Any
 
 import pytest
@@ -94,11 +94,29 @@ class Reads:
                 self.guard.end(reading)
 
 
-async def test_reads_of_the_connection_that_floods_end_and_of_no_other(system: System) -> None:
-    reads = Reads(system, "flood", "slow", "busy", "gone")
-    del system.received["gone"]
-    await system.looks()
-    await system.grows()
+Opened = Callable[..., Awaitable[Reads]]
+
+
+@pytest.fixture
+async def opened(system: System) -> AsyncIterator[Opened]:
+    """Begins reads, and has memory grow and the guard look at their connections, but for those that are gone."""
+    all_reads: list[Reads] = []
+
+    async def begin(*names: str, gone: Collection[str] = (), grown: int = GROWTH) -> Reads:
+        all_reads.append(Reads(system, *names))
+        for name in gone:
+            del system.received[name]
+        await system.looks()
+        await system.grows(grown)
+        return all_reads[-1]
+
+    yield begin
+    for reads in all_reads:
+        await reads.close()
+
+
+async def test_reads_of_the_connection_that_floods_end_and_of_no_other(system: System, opened: Opened) -> None:
+    reads = await opened("flood", "slow", "busy", "gone", gone=["gone"])
     assert not reads.ended, "what they brought before is not known"
     system.received = {"flood": 12 * MESSAGE, "slow": MESSAGE, "busy": 12 * MESSAGE}
     reads.guard.took(reads.readings["busy"], 11 * MESSAGE)
@@ -106,26 +124,22 @@ async def test_reads_of_the_connection_that_floods_end_and_of_no_other(system: S
     assert not reads.ended, "memory has not grown"
     await system.grows()
     assert reads.ended == {"flood"}
-    await reads.close()
 
 
-async def test_a_flood_gains_nothing_from_many_connections(system: System) -> None:
+async def test_a_flood_gains_nothing_from_many_connections(system: System, opened: Opened) -> None:
     names = {f"flood {number}" for number in range(8)}
-    reads = Reads(system, *names)
-    await system.looks()
-    await system.grows()
+    reads = await opened(*names)
     for _ in range(2):
         for name in names:
             system.received[name] += 3 * MESSAGE
         await system.grows()
     assert reads.ended == names
-    await reads.close()
 
 
-async def test_what_comes_besides_messages_ends_no_stream_however_long_it_is_open(system: System) -> None:
-    reads = Reads(system, "stream", "other")
-    await system.looks()
-    await system.grows()
+async def test_what_comes_besides_messages_ends_no_stream_however_long_it_is_open(
+    system: System, opened: Opened
+) -> None:
+    reads = await opened("stream", "other")
     for _ in range(100):
         # 200 calls that are refused before their bodies are read.
         system.received["stream"] += 200 << 16
@@ -136,13 +150,10 @@ async def test_what_comes_besides_messages_ends_no_stream_however_long_it_is_ope
     system.received["stream"] += 12 * MESSAGE
     await system.grows()
     assert reads.ended == {"stream"}
-    await reads.close()
 
 
-async def test_small_messages_save_up_nothing_for_a_large_one(system: System) -> None:
-    reads = Reads(system, "stream")
-    await system.looks()
-    await system.grows()
+async def test_small_messages_save_up_nothing_for_a_large_one(system: System, opened: Opened) -> None:
+    reads = await opened("stream")
     for _ in range(10_000):
         system.received["stream"] += 200
         reads.guard.took(reads.readings["stream"], 100)
@@ -150,13 +161,10 @@ async def test_small_messages_save_up_nothing_for_a_large_one(system: System) ->
     system.received["stream"] += 12 * MESSAGE
     await system.grows()
     assert reads.ended == {"stream"}
-    await reads.close()
 
 
-async def test_nothing_ends_where_the_system_does_not_say_what_came(system: System) -> None:
-    reads = Reads(system, "stream", "other")
-    await system.looks()
-    await system.grows()
+async def test_nothing_ends_where_the_system_does_not_say_what_came(system: System, opened: Opened) -> None:
+    reads = await opened("stream", "other")
     system.received = {}
     await system.grows()
     await system.grows()
@@ -168,34 +176,29 @@ async def test_nothing_ends_where_the_system_does_not_say_what_came(system: Syst
     system.resident = resident
     await system.looks()
     assert (system.num_scans, reads.ended) == (num_scans, set())
-    await reads.close()
 
 
-async def test_connections_are_looked_for_a_small_part_of_the_time(system: System) -> None:
-    reads = Reads(system, "stream", "gone")
-    del system.received["gone"]
+async def test_connections_are_looked_for_a_small_part_of_the_time(system: System, opened: Opened) -> None:
     system.scan_seconds = 1.0
-    await system.looks()
-    for _ in range(5):
+    await opened("stream", "gone", gone=["gone"])
+    for _ in range(4):
         await system.grows()
     assert system.num_scans == 1
     system.now += 10.0
     await system.looks()
     assert system.num_scans == 2, "the growth is not forgotten"
-    await reads.close()
 
 
-async def test_connections_that_were_found_are_not_looked_for_again(system: System) -> None:
-    reads = Reads(system, "stream", "other")
-    await system.looks()
-    for _ in range(5):
-        await system.grows()
+async def test_connections_that_were_found_are_not_looked_for_again(system: System, opened: Opened) -> None:
+    reads = await opened("stream", "other")
+    for _ in range(4):
         system.now += 10.0
+        await system.grows()
+    system.now += 10.0
     assert system.num_scans == 1
     system.received["stream"] += 30 * MESSAGE
     await system.grows()
     assert (system.num_scans, reads.ended) == (1, {"stream"})
-    await reads.close()
 
 
 def cancelled(reads: Reads, name: str, num_reads: int) -> None:
@@ -205,10 +208,8 @@ def cancelled(reads: Reads, name: str, num_reads: int) -> None:
         reads.guard.end(reading)
 
 
-async def test_messages_that_are_not_taken_end_no_stream_of_their_connection(system: System) -> None:
-    reads = Reads(system, "proxy", "other")
-    await system.looks()
-    await system.grows(33 << 20)
+async def test_messages_that_are_not_taken_end_no_stream_of_their_connection(system: System, opened: Opened) -> None:
+    reads = await opened("proxy", "other", grown=33 << 20)
     # Memory grows by some of it, or by something else.
     cancelled(reads, "proxy", 200)
     system.received["proxy"] += 200 * MESSAGE
@@ -224,19 +225,15 @@ async def test_messages_that_are_not_taken_end_no_stream_of_their_connection(sys
     system.received["proxy"] += 30 * MESSAGE
     await system.grows()
     assert reads.ended == {"proxy"}
-    await reads.close()
 
 
-async def test_a_flood_gains_little_from_cancelled_messages(system: System) -> None:
-    reads = Reads(system, "flood", "other")
-    await system.looks()
-    await system.grows(33 << 20)
+async def test_a_flood_gains_little_from_cancelled_messages(system: System, opened: Opened) -> None:
+    reads = await opened("flood", "other", grown=33 << 20)
     for _ in range(3):
         cancelled(reads, "flood", 1000)
         system.received["flood"] += 12 * MESSAGE
         await system.grows(12 * MESSAGE)
     assert reads.ended == {"flood"}
-    await reads.close()
 
 
 async def test_nothing_looks_while_nothing_is_read(system: System) -> None:

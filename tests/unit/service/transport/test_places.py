@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 
 import pytest
 
@@ -15,38 +15,47 @@ from service.transport.places import Place, Places
 
 
 class System:
-    """Connections that are found by their peers, and those that were closed."""
+    """Connections that are found by their peers, those that were closed, and calls that have stalled."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[asyncio.Task[None]] = []
         self.closed: list[str] = []
         self.is_blind = False
         monkeypatch.setattr(places, "find", lambda peers: {} if self.is_blind else dict.fromkeys(peers, 0))
         monkeypatch.setattr(places, "shut", self._shut)
         monkeypatch.setattr(places, "_REST_SECONDS", 0.0)
 
+    async def stalled(self, all_places: Places, caller: str, peer: str, num_calls: int) -> list[asyncio.Task[None]]:
+        """Calls whose answers are not taken."""
+
+        async def call() -> None:
+            claimed(all_places, caller, peer).stall()
+            await asyncio.Event().wait()
+
+        calls = [asyncio.create_task(call()) for _ in range(num_calls)]
+        self.calls += calls
+        await asyncio.sleep(0)
+        assert not any(each.done() for each in calls)
+        return calls
+
     def _shut(self, found: Mapping[str, int]) -> None:
         self.closed += sorted(found)
 
 
 @pytest.fixture
-def system(monkeypatch: pytest.MonkeyPatch) -> System:
-    return System(monkeypatch)
+async def system(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[System]:
+    system = System(monkeypatch)
+    yield system
+    for call in system.calls:
+        call.cancel()
 
 
-async def stalled(all_places: Places, caller: str, peer: str, num_calls: int) -> list[asyncio.Task[None]]:
-    """Calls whose answers are not taken."""
-
-    async def call() -> None:
-        place = all_places.take("")
-        assert place is not None
-        place.claim(caller, peer)
-        place.stall()
-        await asyncio.Event().wait()
-
-    calls = [asyncio.create_task(call()) for _ in range(num_calls)]
-    await asyncio.sleep(0)
-    assert not any(each.done() for each in calls)
-    return calls
+def claimed(all_places: Places, caller: str, peer: str) -> Place:
+    """A place of this task and this caller."""
+    place = all_places.take("")
+    assert place is not None
+    place.claim(caller, peer)
+    return place
 
 
 async def taken(all_places: Places) -> Place | None:
@@ -61,7 +70,7 @@ async def taken(all_places: Places) -> Place | None:
 async def test_where_no_place_is_left_those_who_stall_most_are_evicted(system: System) -> None:
     all_places = Places(20, 100)
     calls = {
-        peer: await stalled(all_places, peer, peer, num_calls)
+        peer: await system.stalled(all_places, peer, peer, num_calls)
         for peer, num_calls in {"a": 10, "b": 5, "c": 2, "d": 1, "e": 1}.items()
     }
     assert await taken(all_places) is not None
@@ -71,16 +80,14 @@ async def test_where_no_place_is_left_those_who_stall_most_are_evicted(system: S
     assert [each.done() for peer in "ab" for each in calls[peer]] == [True] * 10 + [False] * 5
     assert [await taken(all_places) is None for _ in range(11)] == [False] * 10 + [True]
     assert system.closed == ["a", "b"]
-    for each in calls["c"] + calls["d"] + calls["e"]:
-        each.cancel()
 
 
 @pytest.mark.parametrize("has_neighbor", [False, True])
 async def test_a_callers_own_share_closes_no_connection_that_others_use(system: System, has_neighbor: bool) -> None:
     all_places = Places(8, 100)
-    calls = await stalled(all_places, "a", "proxy", 4)
+    await system.stalled(all_places, "a", "proxy", 4)
     if has_neighbor:
-        calls += await stalled(all_places, "b", "proxy", 1)
+        await system.stalled(all_places, "b", "proxy", 1)
     place = await taken(all_places)
     assert place is not None
     with pytest.raises(RateLimited, match="4 calls of this caller"):
@@ -88,34 +95,29 @@ async def test_a_callers_own_share_closes_no_connection_that_others_use(system: 
     if all_places._eviction is not None:
         await all_places._eviction
     assert system.closed == ([] if has_neighbor else ["proxy"])
-    for each in calls:
-        each.cancel()
 
 
 async def test_a_call_whose_connection_is_not_found_keeps_its_place(system: System) -> None:
     system.is_blind = True
     all_places = Places(1, 100)
-    (call,) = await stalled(all_places, "a", "a", 1)
+    (call,) = await system.stalled(all_places, "a", "a", 1)
     assert await taken(all_places) is None
     assert not call.done()
     assert await taken(all_places) is None
-    call.cancel()
 
 
 async def test_a_connection_on_which_most_calls_are_well_is_left_alone(system: System) -> None:
     all_places = Places(9, 100)
-    (stuck,) = await stalled(all_places, "a", "a", 1)
+    await system.stalled(all_places, "a", "a", 1)
     places_of_a = [await taken(all_places) for _ in range(3)]
     for place in places_of_a:
         assert place is not None
         place.claim("a", "a")
-    calls = [stuck, *await stalled(all_places, "b", "b", 1)]
+    await system.stalled(all_places, "b", "b", 1)
     for _ in range(4):
         assert await taken(all_places) is not None
     assert await taken(all_places) is None
     assert system.closed == ["b"], "one of one, not one of four"
-    for each in calls:
-        each.cancel()
 
 
 async def test_an_answer_that_waits_has_those_evicted_that_stall_meanwhile(
@@ -126,9 +128,7 @@ async def test_an_answer_that_waits_has_those_evicted_that_stall_meanwhile(
     all_places, is_stuck, num_bytes = Places(4, 10_000), asyncio.Event(), 10_000
 
     async def answer(caller: str) -> None:
-        place = all_places.take("")
-        assert place is not None
-        place.claim(caller, caller)
+        place = claimed(all_places, caller, caller)
         await place.answer(num_bytes, 60.0)
         await is_stuck.wait()
         place.stall()
@@ -140,10 +140,7 @@ async def test_an_answer_that_waits_has_those_evicted_that_stall_meanwhile(
 
     async def wait() -> None:
         for caller, size in (("b", 2 * num_bytes), ("c", num_bytes)):
-            place = all_places.take("")
-            assert place is not None
-            place.claim(caller, caller)
-            await place.answer(size, 60.0)
+            await claimed(all_places, caller, caller).answer(size, 60.0)
 
     waiting = asyncio.create_task(wait())
     await asyncio.sleep(0)

@@ -105,15 +105,18 @@ def test_sampler_draws_a_token_that_survived_and_has_weight(
 
 
 @pytest.mark.parametrize("vocab_size", [1, 4, 255, 256, 257, 1000])
-def test_sampler_draw_is_the_inverse_of_the_cumulative_distribution(vocab_size: int) -> None:
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(top_k=9, temperature=1.7)], ids=["all", "few"])
+def test_sampler_draw_is_the_inverse_of_the_cumulative_distribution(vocab_size: int, params: SamplingParams) -> None:
     row = np.random.default_rng(vocab_size).standard_normal(vocab_size, dtype=np.float32)
-    shares = np.cumsum(softmax(row.tolist()))
+    left = survivors_by_definition(row, params)
+    shares = np.cumsum(softmax([float(row[i]) / params.temperature for i in left]))
     for position in range(300):
-        (result,) = Sampler().sample(row[np.newaxis], [row_of(0, position, seed=5)])
+        (result,) = Sampler().sample(row[np.newaxis], [SampleRow(0, 0, position, params, 5, None)])
         assert isinstance(result, SampledToken)
         draw = fresh_draw(5, position)
         # Single precision moves the steps of the distribution by less than this.
-        assert result.token_id in np.searchsorted(shares, [draw - 1e-6, draw, draw + 1e-6], side="right")
+        places = np.searchsorted(shares, [draw - 1e-6, draw, draw + 1e-6], side="right")
+        assert left.index(result.token_id) in places
 
 
 def test_sampler_never_draws_what_has_no_weight() -> None:

@@ -1,15 +1,9 @@
-"""Memory of rows and saved copies in slots, and int8 rows; tests/contract/test_kv_contract.py has the rest."""
+"""Memory of rows and saved copies in slots; tests/contract/test_kv_contract.py has the rest."""
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
-
-from model.spec.config import ModelConfig
-from service.engine.batch import KVCopy, KVDrop, KVFree, KVRestore, KVSave
-from service.engine.slots_backend.kv_cache import SlotKV
+from service.engine.batch import KVDrop, KVFree, KVSave
 from tests.contract.test_kv_contract import (
-    FAMILIES,
     LARGE,
     NUM_SLOTS,
     ROW_BYTES,
@@ -51,33 +45,3 @@ def test_slot_kv_memory_of_dropped_copies_goes_back_in_any_order() -> None:
     for handle in range(1, 32, 2):
         cache.apply(KVDrop(handle))
     assert resident_bytes() - before < 0.1 * stored
-
-
-@FAMILIES
-def test_slot_kv_in_int8_saves_and_restores_rows(config: ModelConfig) -> None:
-    """A source that is encoded for two rows, copied to a third, and saved."""
-    cache = SlotKV(config, NUM_SLOTS, "int8")
-    assert {buffer.dtype for buffer in (*cache.own, *cache.cross)} == {np.dtype(np.int8)}
-    for layer, buffer in enumerate(cache.own):
-        buffer[1] = numbered(buffer[1].shape, layer % 2)
-    shape = (1, config.num_kv_heads, 4, config.head_dim)
-    source = [numbered(shape, layer) for layer in range(len(cache.cross))]
-    cache.write_cross([(1, 3)], source)
-    wanted = [buffer[1, :, 2:5].copy() for buffer in cache.own]
-    num_source = 4 if config.is_encoder_decoder else 0
-    cache.apply(KVCopy(1, 2, num_tokens=5, num_source_tokens=num_source))
-    cache.apply(KVSave(1, 7, num_tokens=5, num_source_tokens=num_source, start=2))
-    assert cache.stored_bytes == (3 + num_source) * config.kv_bytes_per_token // 4
-    cache.apply(KVFree(1))
-    cache.apply(KVRestore(7, 0))
-    for row in (0, 2):
-        for buffer, values in zip(cache.own, wanted, strict=True):
-            np.testing.assert_array_equal(buffer[row, :, 2:5], values)
-    for row in (0, 2, 3):
-        for buffer, (values,) in zip(cache.cross, source, strict=True):
-            np.testing.assert_array_equal(buffer[row, :, :4], values)
-
-
-def numbered(shape: tuple[int, ...], start: int) -> npt.NDArray[np.int8]:
-    """Bytes of all kinds."""
-    return (np.arange(start, start + np.prod(shape)).reshape(shape) % 251 - 125).astype(np.int8)
