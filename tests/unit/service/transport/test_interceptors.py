@@ -138,7 +138,7 @@ class Sending(Context):
 
     def __init__(self) -> None:
         super().__init__()
-        self.data = b"the bytes of a request"
+        self.data = bytes(bytearray(b"the bytes of a request"))  # its own, not the constant of all
 
     async def read(self) -> bytes:
         return self.data
