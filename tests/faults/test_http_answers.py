@@ -17,7 +17,7 @@ from service.transport.http.calls import Request
 from service.transport.http.exchange import Exchange
 from service.transport.places import Place
 from tests.http_calls import MESSAGES, POLITE, answering, ask, connect, read_answer, request_bytes, send, serving
-from tests.servers import MODEL, eventually, served_model
+from tests.servers import MODEL, Running, eventually, served_model
 
 COMPLETIONS = "/v1/completions"
 FIELDS: dict[str, Any] = {"prompt": "ab", "max_tokens": 2}
@@ -56,15 +56,21 @@ async def test_an_answer_that_cannot_be_sent_is_logged_and_ends_its_connection(
     assert "an unexpected error ended an answer" in caplog.text
 
 
+def reading_late(server: Running, data: bytes) -> socket.socket:
+    """A client that has sent a request, and takes little of the answer while nothing is read."""
+    slow = socket.socket()
+    slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    slow.connect((server.endpoint.host, server.endpoint.http_port))
+    slow.sendall(data)
+    return slow
+
+
 async def test_a_client_that_reads_nothing_is_cut_off() -> None:
     async def handler(request: Request) -> bytes:
         return b"y" * (20 << 20)
 
     async with answering(handler, max_stall_seconds=0.5) as (server, open_calls):
-        slow = socket.socket()
-        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        slow.connect((server.endpoint.host, server.endpoint.http_port))
-        slow.sendall(request_bytes("/it"))
+        slow = reading_late(server, request_bytes("/it"))
         received = await asyncio.to_thread(read_all, slow)
         await open_calls.wait_idle()
         slow.close()
@@ -75,16 +81,14 @@ async def test_a_stream_whose_client_reads_nothing_frees_its_row() -> None:
     served = served_model(context=1 << 15)
     async with serving([served], max_stall_seconds=0.5) as server:
         fields = {"prompt": "ab", "max_tokens": 30_000, "ignore_eos": True, "logprobs": 20, "stream": True}
-        slow = socket.socket()
-        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        slow.connect((server.endpoint.host, server.endpoint.http_port))
-        slow.sendall(request_bytes(COMPLETIONS, fields))
+        slow = reading_late(server, request_bytes(COMPLETIONS, fields))
         await eventually(lambda: server.num_streams == 1)
         ended = await server.until_idle()
         assert ended == {"cancelled": 1}
         http: Any = server.app._http
         await eventually(lambda: not http._state.connections)
         assert server.metric("kv_cache_usage_ratio", model_name=MODEL) == 0
+        assert (await ask(server, COMPLETIONS, FIELDS)).status == 200
         slow.close()
 
 
@@ -103,10 +107,7 @@ async def test_a_connection_whose_last_answer_is_never_taken_ends() -> None:
         return b"y" * (1 << 20)
 
     async with answering(handler, max_stall_seconds=0.5) as (server, open_calls):
-        slow = socket.socket()
-        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        slow.connect((server.endpoint.host, server.endpoint.http_port))
-        slow.sendall(request_bytes("/it"))
+        slow = reading_late(server, request_bytes("/it"))
         connections = server.app._http._state.connections
         await eventually(lambda: bool(connections))
         await eventually(lambda: not connections)

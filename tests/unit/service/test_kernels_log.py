@@ -1,4 +1,4 @@
-"""What the log is told of the kernels."""
+"""What the log says of the kernels."""
 
 from __future__ import annotations
 
