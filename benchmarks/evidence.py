@@ -3,8 +3,10 @@
     python -m benchmarks evidence [NAME …]   measures these tables; default: those missing, or of older code
     python -m benchmarks evidence --list     each table: its commit, its day, how far the code has moved on
     python -m benchmarks evidence --write    the tables of README and docs/results/index.md from the data
-    python -m benchmarks evidence --check    exit status 1 if one of them is not that of the data
-    python -m benchmarks evidence --fresh    exit status 1 if a table is missing, or of older code
+    python -m benchmarks evidence --check    exit status 1 if one of them, or a table's page, is not that of the data
+    python -m benchmarks evidence --fresh    exit status 1 if a table is missing, or of other code
+
+A bench compares by the losses of `peers-loss`; `--write` compares what it measured anew, by what they are now.
 
 Measuring goes table by table, on committed code and an idle machine. What is done is on the disk, so that the same
 command goes on after a break. Data lie in docs/results/data.
@@ -13,11 +15,13 @@ command goes on after a break. Data lie in docs/results/data.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import re
 import shlex
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,9 +30,11 @@ from statistics import median
 from typing import Any
 
 from benchmarks.frame.rounds import say
-from benchmarks.frame.scenario import DOCS
+from benchmarks.frame.scenario import DOCS, Scenario, load
 from benchmarks.frame.statistics import bootstrap
 from benchmarks.frame.tables import replace, table, times
+from benchmarks.scenarios._bench_losses import read_losses
+from benchmarks.scenarios.bench import ratios_of
 from loadtest import provenance
 from loadtest.document import DATA
 from loadtest.machine import describe, watch_others
@@ -60,16 +66,30 @@ class Table:
     @property
     def code(self) -> list[str]:
         """What decides its figures, as git's pathspecs: not what only other tables run."""
-        words = self.command.split()
         own = ["demo.py"]
-        if words[:2] == ["benchmarks", "run"]:
-            scenario = Path(__file__).parent / "scenarios" / f"{words[2]}.py"
-            imported = _IMPORTED.findall(scenario.read_text(encoding="utf-8"))
-            own = [f"scenarios/{name}.py" for name in (words[2], *imported)]
+        if self._scenario:
+            path = Path(__file__).parent / "scenarios" / f"{self._scenario}.py"
+            imported = _IMPORTED.findall(path.read_text(encoding="utf-8"))
+            own = [f"scenarios/{name}.py" for name in (self._scenario, *imported)]
         shared = [path for path in provenance.MEASURED if path != "benchmarks"]
         parts = [*own, "frame", "infra", "models", "peers", "training"]
-        others = [f":(exclude){path}" for path, kind in _OPTIONAL.items() if kind != self.name.partition("-")[0]]
+        others = [f":(exclude){path}" for path, kinds in _OPTIONAL.items() if self.kind not in kinds]
         return [*shared, *(f"benchmarks/{part}" for part in parts), *others]
+
+    @property
+    def kind(self) -> str:
+        """The name up to its first hyphen."""
+        return self.name.partition("-")[0]
+
+    @property
+    def scenario(self) -> Scenario[Any] | None:
+        """What measures it, if one of the scenarios does."""
+        return load(self._scenario) if self._scenario else None
+
+    @property
+    def _scenario(self) -> str:
+        program, verb, *others = self.command.split()
+        return others[0] if (program, verb) == ("benchmarks", "run") else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,18 +106,23 @@ class Claim:
 
 
 _IN_README = 4
+_PICTURE = re.compile(r"!\[[^\n]*\.svg\)\n\n")
 _IMPORTED = re.compile(r"^from benchmarks\.scenarios(?:\.| import )(\w+)", re.MULTILINE)
-_OPTIONAL = {
-    "benchmarks/frame/limits.py": "bench",
-    "benchmarks/frame/roofline.py": "bench",
-    "service/transport/http": "http",
-    "service/engine/sampling/grammar.py": "structured",
-    "service/process/grammar_check.py": "structured",
-    "service/repository/grammars.py": "structured",
-    "loadtest/scaling": "scaling",
-    "loadtest/provenance.py": "",
+_OPTIONAL: Mapping[str, Sequence[str]] = {
+    "benchmarks/frame/limits.py": ("bench",),
+    "benchmarks/frame/roofline.py": ("bench",),
+    "benchmarks/peers": ("bench", "peers", "translation"),
+    "benchmarks/peers/openvino.py": ("bench", "peers"),
+    "benchmarks/scenarios/_bench_losses.py": (),
+    "benchmarks/scenarios/_bench_report.py": (),
+    "service/transport/http": ("http",),
+    "service/engine/sampling/grammar.py": ("structured",),
+    "service/process/grammar_check.py": ("structured",),
+    "service/repository/grammars.py": ("structured",),
+    "loadtest/scaling": ("scaling",),
+    "loadtest/provenance.py": (),
 }
-"""Code that runs only for one kind of table, or for none."""
+"""Code that decides figures of some kinds of table only, or of none: what `--write` applies anew."""
 _QUALITY = "benchmarks run quality build/checkpoints/{0} --docs --name quality-{0}"
 _FAITHFULNESS = "benchmarks run faithfulness build/checkpoints/{0} --docs --name faithfulness-{0}"
 _BENCH = "benchmarks run bench --models {0} --precisions {1} --repeats 1 --new 64 --prompts 512,1024"
@@ -182,7 +207,7 @@ def _prediction(results: Results) -> str:
     parts = []
     for model, found in results["models"].items():
         alone, load = (found[when]["cost"]["share_within"] for when in ("alone", "load"))
-        parts.append(f"{model} {alone:.0%}, {load:.0%}")
+        parts.append(f"{model} {alone:.0%}, {load:.0%}{' (not judged)' * (found['holds'] is None)}")
     return "; ".join(parts)
 
 
@@ -357,13 +382,18 @@ def main(arguments: Sequence[str]) -> int:
         texts = {page: page.read_text(encoding="utf-8") for page in (README, INDEX)}
         stale = {page: new for page, text in texts.items() if (new := written(text, page)) != text}
         if options.check:
-            return _complain([f"{page} has other figures than {FOLDER}: --write" for page in stale])
-        for page, new in stale.items():
-            page.write_text(new, encoding="utf-8")
+            others = [f"{path} is not what was measured gives: --write" for each in TABLES for path in differing(each)]
+            return _complain([*others, *(f"{page} has other figures than {FOLDER}: --write" for page in stale)])
+        for each in TABLES:
+            _write(each)
+        for page, text in texts.items():
+            page.write_text(written(text, page), encoding="utf-8")
         return 0
     wanted = [each for each in TABLES if not options.names or each.name in options.names]
     states = {each: state(each, FOLDER) for each in wanted}
     if options.list or options.fresh:
+        if options.fresh and provenance.is_changed():
+            return _complain(["there are changes that are not committed: nothing was measured of them"])
         for each, said in states.items():
             print(f"{each.name:20} {said or 'of this code'}")
         return int(options.fresh and any(states.values()))
@@ -371,14 +401,49 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def read(name: str, folder: Path) -> Results | None:
-    """A table's data; None where they are missing, do not say of which code they are, or the machine was not idle."""
+    """A table's data.
+
+    None where they are missing, of a trial or of another command, do not say of which code they are, or the machine was
+    not idle.
+    """
     try:
         results: Results = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
     except OSError:
         return None
     busy = results.get("others_share", results.get("facts", {}).get("others_share"))
-    is_evidence = results.get("commit") and results.get("command") and busy is not None and busy <= BUSY
+    is_whole = not results.get("is_quick") and results.get("command") in _commands(name)
+    is_evidence = is_whole and results.get("commit") and busy is not None and busy <= BUSY
     return results if is_evidence else None
+
+
+def _commands(name: str) -> list[str]:
+    return [f"python -m {each.command}" for each in TABLES if each.name == name]
+
+
+def differing(each: Table) -> list[Path]:
+    """A table's files that are not what today's code makes of what was measured; pictures are not compared."""
+    results, scenario = read(each.name, FOLDER), each.scenario
+    if results is None or scenario is None:
+        return []
+    with tempfile.TemporaryDirectory() as folder:
+        dataclasses.replace(scenario, draw=None).write(_compared(each, results), Path(folder), each.name)
+        made = {path.relative_to(folder): path.read_text(encoding="utf-8") for path in Path(folder).rglob("*.*")}
+    there = {path: (DOCS / path).read_text(encoding="utf-8") for path in made if (DOCS / path).exists()}
+    return [DOCS / path for path, text in made.items() if text != _PICTURE.sub("", there.get(path, ""))]
+
+
+def _compared(each: Table, results: Results) -> Results:
+    """The results of a bench with ratios by the losses that are known now; others as they are."""
+    if each.kind != "bench":
+        return results
+    return {**results, "ratios": ratios_of(results["rows"], read_losses(FOLDER / "peers-loss.json"))}
+
+
+def _write(each: Table) -> None:
+    """Its files anew, where they differ from what was measured."""
+    results, scenario = read(each.name, FOLDER), each.scenario
+    if results is not None and scenario is not None and differing(each):
+        scenario.write(_compared(each, results), DOCS, each.name)
 
 
 def state(each: Table, folder: Path) -> str:

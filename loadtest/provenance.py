@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import time
 from collections.abc import Sequence
@@ -27,9 +28,30 @@ def is_changed() -> bool:
 
 
 def commits_since(commit: str, code: Sequence[str] = MEASURED) -> int | None:
-    """Commits that changed this code, as git's pathspecs, after this one; None if it is unknown here."""
+    """Commits that changed this code, as git's pathspecs, after this one; None if it does not lead here.
+
+    None changed it if nothing but comments and docstrings of Python differs.
+    """
+    if _git("merge-base", "--is-ancestor", commit, "HEAD") is None:
+        return None
+    changed = _git("diff", "--name-only", "--no-renames", commit, "HEAD", "--", *code)
+    if changed is not None and all(_statements(commit, path) == _statements("HEAD", path) for path in changed.split()):
+        return 0
     count = _git("rev-list", "--count", f"{commit}..HEAD", "--", *code)
     return None if count is None else int(count)
+
+
+def _statements(commit: str, path: str) -> str | None:
+    """A file without comments and docstrings, if it is Python; None where the commit lacks it."""
+    text = _git("show", f"{commit}:{path}")
+    if text is None or not path.endswith(".py"):
+        return text
+    tree = ast.parse(text)
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    for node in ast.walk(tree):
+        if isinstance(node, documented) and ast.get_docstring(node):
+            del node.body[0]
+    return ast.dump(tree)
 
 
 def _git(*arguments: str) -> str | None:

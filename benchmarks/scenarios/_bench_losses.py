@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.peers.systems import SYSTEMS
 
-TOLERANCE = 0.005
+TOLERANCE = 0.001
 """Two losses count as equal up to this share of bits per byte."""
 
 Losses = Mapping[tuple[str, str], float]

@@ -14,7 +14,7 @@ is worse than a trained model's.
 
 A ratio at a precision is ours over the best peer. At `any` each side has the precision that serves it best, at equal
 loss: a peer counts only where its loss (`benchmarks run loss`, on a trained model) is at most ours, and ours only where
-it is at most that peer's, both within 0.5 % of bits per byte. What has no measured loss does not count.
+it is at most that peer's, both within 0.1 % of bits per byte. What has no measured loss does not count.
 
 With `--device cuda` the peers are compiled transformers and a plain torch CUDA graph, all in the present environment.
 Every measurement is a line in `build/bench/bench.jsonl`, where `--resume` continues. The last line of stdout is

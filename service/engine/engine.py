@@ -1,7 +1,7 @@
 """One model's engine: requests in, one step at a time, events out.
 
-A step is four lines: schedule, run, sample, commit. Synchronous and single-threaded: one thread calls `add_request`,
-`abort` and `step`. Knows no transport, no queues between threads and no files.
+A step: schedule, run, sample (and score, and expand beams), commit. Synchronous and single-threaded: one thread calls
+`add_request`, `abort` and `step`. Knows no transport, no queues between threads and no files.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class Grammars:
             self._num_waiting[running] -= 1
             if not self._num_waiting[running]:
                 del self._num_waiting[running]
-                # Whoever comes now begins anew.
+                # A request that comes now begins anew.
                 self._running.pop((tenant, key), None)
                 running.cancel()
 

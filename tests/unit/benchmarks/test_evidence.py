@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from benchmarks.frame.scenario import DOCS, load
 from loadtest import provenance
 from tests.environment import ROOT
 
-ORIGIN = {"command": "python -m sheep --docs", "commit": "abc1234", "date": "2026-11-26", "others_share": 0.01}
+ORIGIN = {"commit": "abc1234", "date": "2026-11-26", "others_share": 0.01}
 
 
 @pytest.fixture
@@ -38,11 +39,37 @@ def sheep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("page", [evidence.README, evidence.INDEX])
-def test_the_figures_on_a_page_are_those_of_the_data(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    text = page.read_text(encoding="utf-8")
-    assert evidence.written(text, page) == text
+@pytest.fixture
+def copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The results of this repository, to change."""
+    shutil.copytree(ROOT / DOCS, tmp_path / DOCS)
+    shutil.copy(ROOT / evidence.README, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / DOCS
+
+
+def test_pages_are_what_the_data_give(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert evidence.main(["--check"]) == 0
+    page = copied / "soak.md"
+    page.write_text(page.read_text().replace("MB", "GB"))
+    assert evidence.main(["--check"]) == 1
+    assert "soak.md is not what was measured gives" in capsys.readouterr().err
+    assert evidence.main(["--write"]) == 0
+    assert page.read_text() == (ROOT / DOCS / "soak.md").read_text()
+
+
+def test_a_bench_compares_by_the_losses_that_are_known_now(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = copied / "data/peers-loss.json"
+    losses = json.loads(path.read_text())
+    for row in losses["rows"]:
+        if row["system"] != "onward" and "bits_per_byte" in row:
+            row["bits_per_byte"] *= 1.01
+    path.write_text(json.dumps(losses, indent=1) + "\n")
+    assert evidence.main(["--check"]) == 1
+    assert "bench-llama-110m-quantized.json is not what was measured gives" in capsys.readouterr().err
+    evidence.main(["--write"])
+    ratios = json.loads((copied / "data/bench-llama-110m-quantized.json").read_text())["ratios"]
+    assert not any("/any/" in place for place in ratios), "no peer has as little loss as ours"
 
 
 def test_a_table_is_measured_once_and_its_figure_reaches_the_readme(sheep: Path) -> None:
@@ -74,15 +101,18 @@ def test_a_table_is_measured_once_and_its_figure_reaches_the_readme(sheep: Path)
         ({"count": 1}, "not measured"),
         (ORIGIN | {"others_share": 0.2}, "not measured"),
         (ORIGIN | {"others_share": None}, "not measured"),
+        (ORIGIN | {"is_quick": True}, "not measured"),
+        (ORIGIN | {"command": "python -m sheep --rounds 1"}, "not measured"),
         (ORIGIN | {"commit": "old"}, "measured 2026-11-26 at old, 7 commits of measured code ago"),
         (ORIGIN | {"commit": "strange"}, "measured 2026-11-26 at strange, which is not in this history"),
         (ORIGIN, ""),
     ],
 )
 def test_data_of_other_code_are_not_taken_for_this_codes(sheep: Path, data: dict[str, Any], said: str) -> None:
+    [table] = evidence.TABLES
     if data:
-        (sheep / "sheep.json").write_text(json.dumps(data))
-    assert evidence.state(evidence.TABLES[0], sheep) == said
+        (sheep / "sheep.json").write_text(json.dumps({"command": f"python -m {table.command}"} | data))
+    assert evidence.state(table, sheep) == said
 
 
 def test_nothing_is_measured_of_uncommitted_code_or_beside_others_or_by_a_command_that_fails(
@@ -105,6 +135,9 @@ def test_a_table_is_of_older_code_by_what_decides_its_figures_alone() -> None:
     assert all({"service", "model", "benchmarks/frame"} <= each for each in code.values())
     assert "benchmarks/scenarios/soak.py" in code["soak"] - code["prefix"]
     assert "benchmarks/scenarios/quality.py" in code["speculation"], "which reads its text"
+    assert {name for name in code if ":(exclude)benchmarks/peers" not in code[name]} == {
+        name for name in code if name.startswith(("bench", "peers", "translation"))
+    }
     for name, paths in code.items():
         assert (":(exclude)service/transport/http" in paths) != name.startswith("http"), name
         for path in paths:
