@@ -88,8 +88,8 @@ class Table:
 
     @property
     def _scenario(self) -> str:
-        program, verb, *others = self.command.split()
-        return others[0] if (program, verb) == ("benchmarks", "run") else ""
+        words = self.command.split()
+        return words[2] if words[:2] == ["benchmarks", "run"] else ""
 
 
 @dataclass(frozen=True, slots=True)
