@@ -38,6 +38,8 @@ def main(arguments: Sequence[str]) -> int:
         assert isinstance(config, ServeConfig)  # noqa: S101 (the verb says so)
         if config.tls_certificate is not None:
             raise StartupError(["--tls-certificate has no effect here: Ray takes calls, and speaks no TLS"])
+        if config.http_port is not None:
+            raise StartupError(["--http-port has no place here: each replica would open it, past Ray"])
     except StartupError as error:
         for problem in error.problems:
             print(f"onward: {problem}", file=sys.stderr)

@@ -130,6 +130,7 @@ def test_what_must_be_exported_before_ray_is_started_can_be_asked_for(
     [
         (["--max-batch-size", "0"], "--max-batch-size is '0'"),
         (["--tls-certificate", "{pem}", "--tls-key", "{pem}"], "TLS"),
+        (["--http-port", "8000"], "--http-port"),
     ],
 )
 def test_flags_that_are_no_good_or_mean_nothing_here_are_refused(
