@@ -2,11 +2,12 @@
 
     python -m benchmarks evidence [NAME …]   measures these tables; default: those missing, or of older code
     python -m benchmarks evidence --list     each table: its commit, its day, how far the code has moved on
-    python -m benchmarks evidence --write    the tables of README and docs/results/index.md from the data
-    python -m benchmarks evidence --check    exit status 1 if one of them, or a table's page, is not that of the data
+    python -m benchmarks evidence --write    each table's page, and the tables of README and docs/results/index.md
+    python -m benchmarks evidence --check    exit status 1 if --write would change one of them
     python -m benchmarks evidence --fresh    exit status 1 if a table is missing, or of other code
 
-A bench compares by the losses of `peers-loss`; `--write` compares what it measured anew, by what they are now.
+Pages are made of the data, which stay as they were measured, but for the ratios of a bench: they are computed from its
+rows and the losses in the data of `peers-loss`, so they change with these.
 
 Measuring goes table by table, on committed code and an idle machine. What is done is on the disk, so that the same
 command goes on after a break. Data lie in docs/results/data.
@@ -66,11 +67,11 @@ class Table:
     @property
     def code(self) -> list[str]:
         """What decides its figures, as git's pathspecs: not what only other tables run."""
-        own = ["demo.py"]
+        own = ["demo.py"]  # makes the models that others measure
         if self._scenario:
             path = Path(__file__).parent / "scenarios" / f"{self._scenario}.py"
             imported = _IMPORTED.findall(path.read_text(encoding="utf-8"))
-            own = [f"scenarios/{name}.py" for name in (self._scenario, *imported)]
+            own += [f"scenarios/{name}.py" for name in (self._scenario, *imported)]
         shared = [path for path in provenance.MEASURED if path != "benchmarks"]
         parts = [*own, "frame", "infra", "models", "peers", "training"]
         others = [f":(exclude){path}" for path, kinds in _OPTIONAL.items() if self.kind not in kinds]
@@ -106,11 +107,13 @@ class Claim:
 
 
 _IN_README = 4
-_PICTURE = re.compile(r"!\[[^\n]*\.svg\)\n\n")
+_LOSSES = "peers-loss"
 _IMPORTED = re.compile(r"^from benchmarks\.scenarios(?:\.| import )(\w+)", re.MULTILINE)
 _OPTIONAL: Mapping[str, Sequence[str]] = {
     "benchmarks/frame/limits.py": ("bench",),
     "benchmarks/frame/roofline.py": ("bench",),
+    "benchmarks/frame/pictures.py": (),
+    "benchmarks/frame/tables.py": (),
     "benchmarks/peers": ("bench", "peers", "translation"),
     "benchmarks/peers/openvino.py": ("bench", "peers"),
     "benchmarks/scenarios/_bench_losses.py": (),
@@ -121,8 +124,9 @@ _OPTIONAL: Mapping[str, Sequence[str]] = {
     "service/repository/grammars.py": ("structured",),
     "loadtest/scaling": ("scaling",),
     "loadtest/provenance.py": (),
+    "onward/pyproject.toml": (),
 }
-"""Code that decides figures of some kinds of table only, or of none: what `--write` applies anew."""
+"""Code that decides figures of some kinds of table only, or of none: it makes pages and pictures of them."""
 _QUALITY = "benchmarks run quality build/checkpoints/{0} --docs --name quality-{0}"
 _FAITHFULNESS = "benchmarks run faithfulness build/checkpoints/{0} --docs --name faithfulness-{0}"
 _BENCH = "benchmarks run bench --models {0} --precisions {1} --repeats 1 --new 64 --prompts 512,1024"
@@ -154,7 +158,7 @@ TABLES = (
     Table("translation", "benchmarks run translation --docs", 35),
     Table("shapes", "benchmarks run shapes --docs", 50),
     # Before the bench, which reads it.
-    Table("peers-loss", "benchmarks run loss benchmarks/models/llama-stdlib.toml --docs --name peers-loss", 15),
+    Table(_LOSSES, f"benchmarks run loss benchmarks/models/llama-stdlib.toml --docs --name {_LOSSES}", 15),
     *(
         Table(name := f"bench-{model}-{part}", f"{_BENCH.format(model, precisions)} --docs --name {name}", 60)
         for model in _COMPARED
@@ -381,11 +385,12 @@ def main(arguments: Sequence[str]) -> int:
     if options.write or options.check:
         texts = {page: page.read_text(encoding="utf-8") for page in (README, INDEX)}
         stale = {page: new for page, text in texts.items() if (new := written(text, page)) != text}
+        files = {path: text for each in TABLES for path, text in made(each).items() if _text(path) != text}
         if options.check:
-            others = [f"{path} is not what was measured gives: --write" for each in TABLES for path in differing(each)]
-            return _complain([*others, *(f"{page} has other figures than {FOLDER}: --write" for page in stale)])
-        for each in TABLES:
-            _write(each)
+            problems = [f"{path} differs from what its data give: --write" for path in files]
+            return _complain([*problems, *(f"{page} has other figures than {FOLDER}: --write" for page in stale)])
+        for path, text in files.items():
+            path.write_text(text, encoding="utf-8")
         for page, text in texts.items():
             page.write_text(written(text, page), encoding="utf-8")
         return 0
@@ -408,7 +413,7 @@ def read(name: str, folder: Path) -> Results | None:
     """
     try:
         results: Results = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
-    except OSError:
+    except (OSError, ValueError):
         return None
     busy = results.get("others_share", results.get("facts", {}).get("others_share"))
     is_whole = not results.get("is_quick") and results.get("command") in _commands(name)
@@ -420,30 +425,24 @@ def _commands(name: str) -> list[str]:
     return [f"python -m {each.command}" for each in TABLES if each.name == name]
 
 
-def differing(each: Table) -> list[Path]:
-    """A table's files that are not what today's code makes of what was measured; pictures are not compared."""
+def made(each: Table) -> dict[Path, str]:
+    """A table's page and data, as the code makes them of what was measured; none if that is of other code."""
     results, scenario = read(each.name, FOLDER), each.scenario
-    if results is None or scenario is None:
-        return []
-    with tempfile.TemporaryDirectory() as folder:
-        dataclasses.replace(scenario, draw=None).write(_compared(each, results), Path(folder), each.name)
-        made = {path.relative_to(folder): path.read_text(encoding="utf-8") for path in Path(folder).rglob("*.*")}
-    there = {path: (DOCS / path).read_text(encoding="utf-8") for path in made if (DOCS / path).exists()}
-    return [DOCS / path for path, text in made.items() if text != _PICTURE.sub("", there.get(path, ""))]
+    if results is None or scenario is None or state(each, FOLDER):
+        return {}
+    if each.kind == "bench" and read(_LOSSES, FOLDER) is not None:
+        results = {**results, "ratios": ratios_of(results["rows"], read_losses(FOLDER / f"{_LOSSES}.json"))}
+    # Pictures stay: some show what the data do not keep.
+    undrawn = scenario if scenario.draw is None else dataclasses.replace(scenario, draw=lambda _: "")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        undrawn.write(results, folder, each.name)
+        texts = {path.relative_to(folder): _text(path) for path in folder.rglob("*.*")}
+    return {DOCS / path: text for path, text in texts.items() if path.suffix != ".svg"}
 
 
-def _compared(each: Table, results: Results) -> Results:
-    """The results of a bench with ratios by the losses that are known now; others as they are."""
-    if each.kind != "bench":
-        return results
-    return {**results, "ratios": ratios_of(results["rows"], read_losses(FOLDER / "peers-loss.json"))}
-
-
-def _write(each: Table) -> None:
-    """Its files anew, where they differ from what was measured."""
-    results, scenario = read(each.name, FOLDER), each.scenario
-    if results is not None and scenario is not None and differing(each):
-        scenario.write(_compared(each, results), DOCS, each.name)
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
 def state(each: Table, folder: Path) -> str:

@@ -30,28 +30,30 @@ def is_changed() -> bool:
 def commits_since(commit: str, code: Sequence[str] = MEASURED) -> int | None:
     """Commits that changed this code, as git's pathspecs, after this one; None if it does not lead here.
 
-    None changed it if nothing but comments and docstrings of Python differs.
+    It is 0 if nothing but comments of Python differs, and strings that stand for comments.
     """
     if _git("merge-base", "--is-ancestor", commit, "HEAD") is None:
         return None
-    changed = _git("diff", "--name-only", "--no-renames", commit, "HEAD", "--", *code)
-    if changed is not None and all(_statements(commit, path) == _statements("HEAD", path) for path in changed.split()):
-        return 0
+    changed = _git("diff", "--name-only", "--no-renames", "-z", commit, "HEAD", "--", *code)
     count = _git("rev-list", "--count", f"{commit}..HEAD", "--", *code)
-    return None if count is None else int(count)
+    if changed is None or count is None:
+        return None
+    return max(1, int(count)) if any(_differs(commit, path) for path in changed.split("\0") if path) else 0
 
 
-def _statements(commit: str, path: str) -> str | None:
-    """A file without comments and docstrings, if it is Python; None where the commit lacks it."""
-    text = _git("show", f"{commit}:{path}")
-    if text is None or not path.endswith(".py"):
-        return text
-    tree = ast.parse(text)
-    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    for node in ast.walk(tree):
-        if isinstance(node, documented) and ast.get_docstring(node):
-            del node.body[0]
-    return ast.dump(tree)
+def _differs(commit: str, path: str) -> bool:
+    texts = [_git("show", f"{each}:{path}") for each in (commit, "HEAD")]
+    if not path.endswith(".py") or None in texts:
+        return True
+    before, now = (ast.dump(_WithoutComments().visit(ast.parse(text or ""))) for text in texts)
+    return before != now
+
+
+class _WithoutComments(ast.NodeTransformer):
+    """Leaves out docstrings, and the strings under constants."""
+
+    def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
+        return None if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str) else node
 
 
 def _git(*arguments: str) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,9 @@ import pytest
 
 from benchmarks import evidence
 from benchmarks.evidence import BEGIN, CLAIMS, END, TABLES, Claim, Table
-from benchmarks.frame.scenario import DOCS, load
+from benchmarks.frame.scenario import DOCS, Scenario, Settings, load
 from loadtest import provenance
+from loadtest.document import DATA
 from tests.environment import ROOT
 
 ORIGIN = {"commit": "abc1234", "date": "2026-11-26", "others_share": 0.01}
@@ -39,36 +39,68 @@ def sheep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The results of this repository, to change."""
-    shutil.copytree(ROOT / DOCS, tmp_path / DOCS)
-    shutil.copy(ROOT / evidence.README, tmp_path)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path / DOCS
-
-
-def test_pages_are_what_the_data_give(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pages_are_what_their_data_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
     assert evidence.main(["--check"]) == 0
-    page = copied / "soak.md"
-    page.write_text(page.read_text().replace("MB", "GB"))
-    assert evidence.main(["--check"]) == 1
-    assert "soak.md is not what was measured gives" in capsys.readouterr().err
-    assert evidence.main(["--write"]) == 0
-    assert page.read_text() == (ROOT / DOCS / "soak.md").read_text()
 
 
-def test_a_bench_compares_by_the_losses_that_are_known_now(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = copied / "data/peers-loss.json"
-    losses = json.loads(path.read_text())
-    for row in losses["rows"]:
-        if row["system"] != "onward" and "bits_per_byte" in row:
-            row["bits_per_byte"] *= 1.01
-    path.write_text(json.dumps(losses, indent=1) + "\n")
-    assert evidence.main(["--check"]) == 1
-    assert "bench-llama-110m-quantized.json is not what was measured gives" in capsys.readouterr().err
+@pytest.fixture
+def cows(sheep: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A table that a scenario measured, with page, data and picture; where they are."""
+    scenario = Scenario(
+        "cows",
+        Settings,
+        lambda *_: {},
+        render=lambda results: f"# Cows\n\n{results['count']}",
+        draw=lambda results: results["spots"],
+        picture_only=("spots",),
+    )
+    table = Table("cows", "benchmarks run cows --docs", 1)
+    monkeypatch.setattr(evidence, "TABLES", (table,))
+    monkeypatch.setattr(evidence, "DOCS", sheep)
+    monkeypatch.setattr(evidence, "FOLDER", sheep / DATA)
+    monkeypatch.setattr(evidence, "load", lambda _: scenario)
+    monkeypatch.setattr(Table, "code", ())
+    command = f"python -m {table.command}"
+    scenario.write(ORIGIN | {"command": command, "is_quick": False, "count": 3, "spots": "<svg/>"}, sheep)
     evidence.main(["--write"])
-    ratios = json.loads((copied / "data/bench-llama-110m-quantized.json").read_text())["ratios"]
+    return sheep
+
+
+def test_a_page_that_was_edited_is_made_anew_and_its_picture_stays(
+    cows: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page, picture = cows / "cows.md", cows / DATA / "cows.svg"
+    before = page.read_text()
+    assert (evidence.main(["--check"]), picture.read_text()) == (0, "<svg/>")
+    for edited in (before.replace("3", "4"), before.replace("cows.svg", "sheep.svg")):
+        page.write_text(edited)
+        assert evidence.main(["--check"]) == 1
+        assert f"{page} differs from what its data give" in capsys.readouterr().err
+        assert evidence.main(["--write"]) == 0
+        assert (page.read_text(), picture.read_text()) == (before, "<svg/>")
+
+
+def test_a_page_of_other_code_waits_to_be_measured(cows: Path) -> None:
+    (cows / "cows.md").write_text("nothing")
+    data = cows / DATA / "cows.json"
+    data.write_text(json.dumps(json.loads(data.read_text()) | {"commit": "old"}))
+    evidence.main(["--write"])
+    assert (cows / "cows.md").read_text() == "nothing"
+
+
+def test_a_bench_compares_by_the_losses_that_are_known_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evidence, "FOLDER", tmp_path)
+    monkeypatch.setattr(provenance, "commits_since", lambda *_: 0)
+    [bench] = (each for each in TABLES if each.name == "bench-llama-110m-quantized")
+    for name in (bench.name, "peers-loss"):
+        found = json.loads((ROOT / DOCS / DATA / f"{name}.json").read_text())
+        for row in found["rows"] if name == "peers-loss" else ():
+            if row["system"] != "onward" and "bits_per_byte" in row:
+                row["bits_per_byte"] *= 1.01
+        (tmp_path / f"{name}.json").write_text(json.dumps(found | {"others_share": 0.0}))
+    ratios = json.loads(evidence.made(bench)[DOCS / DATA / f"{bench.name}.json"])["ratios"]
+    assert ratios
     assert not any("/any/" in place for place in ratios), "no peer has as little loss as ours"
 
 
@@ -101,6 +133,7 @@ def test_a_table_is_measured_once_and_its_figure_reaches_the_readme(sheep: Path)
         ({"count": 1}, "not measured"),
         (ORIGIN | {"others_share": 0.2}, "not measured"),
         (ORIGIN | {"others_share": None}, "not measured"),
+        (ORIGIN | {"commit": None}, "not measured"),
         (ORIGIN | {"is_quick": True}, "not measured"),
         (ORIGIN | {"command": "python -m sheep --rounds 1"}, "not measured"),
         (ORIGIN | {"commit": "old"}, "measured 2026-11-26 at old, 7 commits of measured code ago"),
@@ -123,7 +156,8 @@ def test_nothing_is_measured_of_uncommitted_code_or_beside_others_or_by_a_comman
     assert "others take 30% of the machine" in capsys.readouterr().err
     monkeypatch.setattr(evidence, "_busy", lambda: 0.0)
     monkeypatch.setattr(provenance, "is_changed", lambda: True)
-    assert evidence.main([]) == 1
+    assert evidence.main([]) == evidence.main(["--fresh"]) == 1
+    assert capsys.readouterr().err.count("not committed") == 2
     monkeypatch.setattr(provenance, "is_changed", lambda: False)
     (sheep / "printed.json").unlink()
     assert evidence.main([]) == 1
@@ -135,9 +169,10 @@ def test_a_table_is_of_older_code_by_what_decides_its_figures_alone() -> None:
     assert all({"service", "model", "benchmarks/frame"} <= each for each in code.values())
     assert "benchmarks/scenarios/soak.py" in code["soak"] - code["prefix"]
     assert "benchmarks/scenarios/quality.py" in code["speculation"], "which reads its text"
-    assert {name for name in code if ":(exclude)benchmarks/peers" not in code[name]} == {
-        name for name in code if name.startswith(("bench", "peers", "translation"))
-    }
+    for each in TABLES:
+        sources = [ROOT / path for path in each.code if path.startswith("benchmarks/scenarios/")]
+        uses_peers = any("benchmarks.peers" in path.read_text(encoding="utf-8") for path in sources)
+        assert (":(exclude)benchmarks/peers" in each.code) != uses_peers, each.name
     for name, paths in code.items():
         assert (":(exclude)service/transport/http" in paths) != name.startswith("http"), name
         for path in paths:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -9,13 +10,18 @@ import pytest
 
 from loadtest import provenance
 
-CODE = '"""Adds."""\n\n\ndef add(a, b):\n    """Their sum."""\n    return a + b  # plainly\n'
+CODE = (
+    '"""Adds."""\n\nMOST = 3\n"""So many."""\n\n\ndef add(a, b):\n    """Their sum."""\n    return a + b  # plainly\n'
+)
 
 
 @pytest.fixture
 def history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A repository with one commit of two files."""
     monkeypatch.setattr(provenance, "_ROOT", tmp_path)
+    # As a hook has them, they name another repository.
+    for name in [each for each in os.environ if each.startswith("GIT_")]:
+        monkeypatch.delenv(name)
     git("init", "--quiet")
     (tmp_path / "add.py").write_text(CODE)
     (tmp_path / "add.cc").write_text("// Adds.\n")
@@ -42,7 +48,9 @@ def moved_on(since: str) -> int | None:
 def test_words_about_the_code_do_not_count_and_code_does(history: Path) -> None:
     first = git("rev-parse", "HEAD")
     assert moved_on(first) == 0
-    (history / "add.py").write_text(CODE.replace("Their sum", "The sum of both").replace("plainly", "as said"))
+    (history / "add.py").write_text(
+        CODE.replace("Their sum", "The sum of both").replace("plainly", "as said").replace("So", "As")
+    )
     commit()
     assert moved_on(first) == 0
     (history / "add.py").write_text(CODE.replace("a + b", "b + a"))
