@@ -54,6 +54,6 @@ USER 10001:10001
 WORKDIR /
 EXPOSE 8001 8002
 STOPSIGNAL SIGTERM
-HEALTHCHECK --interval=10s --timeout=6s --start-period=60s CMD ["python3", "-m", "service", "health"]
+HEALTHCHECK --interval=10s --timeout=6s --start-period=300s CMD ["python3", "-m", "service", "health"]
 ENTRYPOINT ["python3", "-m", "service"]
 CMD ["serve"]

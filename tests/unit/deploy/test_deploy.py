@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,8 +110,14 @@ def test_image_has_compiled_kernels_and_no_compiler() -> None:
 
 
 def test_image_has_the_projects_version() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert f"ARG VERSION={project['version']}\n" in (ROOT / "Dockerfile").read_text()
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert f"ARG VERSION={version}\n" in (ROOT / "Dockerfile").read_text()
+    # By the tags of `make image` that no later version takes over.
+    manifests = "".join(path.read_text() for path in MANIFESTS)
+    deployed = set(re.findall(r"^ +(?:- )?(?:image: onward:|newTag: )(\S+)$", manifests, re.MULTILINE))
+    assert deployed == {f"{version}-cpu", f"{version}-gpu"}
+    pages = "".join((ROOT / "docs" / "operate" / name).read_text() for name in ("deploy.md", "kubernetes.md"))
+    assert set(re.findall(r"onward:(\d\S+?-[cg]pu)", pages)) == {f"{version}-cpu"}
 
 
 @pytest.mark.parametrize(
@@ -130,24 +137,37 @@ def test_image_is_built_from_its_own_files_only(dockerfile: Path, ignore: Path) 
 
 
 def drain_seconds(config: ServeConfig) -> float:
-    """How long a server may take to stop: the grace, and what its flag's help says that closing takes besides."""
-    closing = re.findall(r"closing takes up to (\d+) s", options(ServeConfig)["drain_grace_seconds"].help)
-    return config.drain_grace_seconds + float(closing[0])
+    """How long a server may take to stop: the grace, and the bounds of all that it waits for then."""
+    app = (ROOT / "service" / "app.py").read_text()
+    seconds = dict(re.findall(r"^(_\w+_SECONDS) = (.+)$", app, re.MULTILINE))
+    waits = re.findall(r"await (?:_within|self\._tracer\.close)\((?:(\d+) \* )?(_\w+_SECONDS)(.*)", app)
+    assert len(waits) == 6
+    if config.http_port is None:
+        waits = [each for each in waits if "._http." not in each[2]]
+    return config.drain_grace_seconds + sum(int(times or 1) * float(seconds[name]) for times, name, _ in waits)
 
 
 def test_containers_are_given_the_time_to_drain() -> None:
-    files = [ROOT / "deploy" / "compose.yaml", ROOT / "examples" / "own-model" / "compose.yaml"]
-    given = [yaml.safe_load(path.read_text())["services"]["onward"]["stop_grace_period"] for path in files]
-    for page in (ROOT / "README.md", ROOT / "docs" / "operate" / "deploy.md"):
-        given += re.findall(r"docker run [^`]*?--stop-timeout (\d+)", page.read_text())
-    assert len(given) == 4
-    assert min(float(each.rstrip("s")) for each in given) >= drain_seconds(CONFIG)
+    # Those of deploy/ suffice with HTTP, too, which their page says how to add.
+    needed = {"deploy": drain_seconds(replace(CONFIG, http_port=8000)), "others": drain_seconds(CONFIG)}
+    files = {"deploy": ROOT / "deploy" / "compose.yaml", "others": ROOT / "examples" / "own-model" / "compose.yaml"}
+    for name, path in files.items():
+        given = yaml.safe_load(path.read_text())["services"]["onward"]["stop_grace_period"]
+        assert float(given.rstrip("s")) >= needed[name], path
+    pages = {"deploy": ROOT / "docs" / "operate" / "deploy.md", "others": ROOT / "README.md"}
+    for name, path in pages.items():
+        (given,) = re.findall(r"docker run [^`]*?--stop-timeout (\d+)", path.read_text())
+        assert float(given) >= needed[name], path
 
 
 def test_published_ports_are_the_servers_and_of_loopback() -> None:
     published = COMPOSE["onward"]["ports"]
     assert published[:2] == [f"127.0.0.1:{port}:{port}" for port in (CONFIG.port, CONFIG.metrics_port)]
     assert all(port.startswith("127.0.0.1:") for port in published)
+
+
+def test_containers_of_compose_come_back_when_they_end() -> None:
+    assert {service["restart"] for service in COMPOSE.values()} == {"unless-stopped"}
 
 
 def test_compose_mounts_existing_folders() -> None:

