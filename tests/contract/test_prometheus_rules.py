@@ -181,8 +181,8 @@ def test_prometheus_scrapes_the_server_and_grafana_reads_prometheus() -> None:
     (source,) = read(DASHBOARD.parents[1] / "provisioning" / "datasources" / "prometheus.yml")["datasources"]
     assert source["url"] == "http://localhost:9090", "where Prometheus listens by default"
     services = read(ROOT / "deploy" / "compose.yaml")["services"]
-    for name in services.keys() - {"network"}:
-        assert services[name]["network_mode"] == "service:network", "one loopback for all of them"
+    for name in ("prometheus", "alertmanager", "grafana", "load"):
+        assert services[name]["network_mode"] == "service:onward", "one loopback for all of them"
     (mounted,) = [each.split(":")[1] for each in services["grafana"]["volumes"] if "/dashboards:" in each]
     (provider,) = read(DASHBOARD.parents[1] / "provisioning" / "dashboards" / "onward.yml")["providers"]
     assert provider["options"]["path"] == mounted
@@ -194,7 +194,7 @@ def test_prometheus_sends_alerts_to_the_alertmanager_of_compose() -> None:
     (manager,) = read(PROMETHEUS / "prometheus.yml")["alerting"]["alertmanagers"]
     assert manager["static_configs"] == [{"targets": ["127.0.0.1:9093"]}]
     services = read(ROOT / "deploy" / "compose.yaml")["services"]
-    assert "127.0.0.1:9093:9093" in services["network"]["ports"]
+    assert "127.0.0.1:9093:9093" in services["onward"]["ports"]
     (mount,) = [each for each in services["alertmanager"]["volumes"] if each.startswith("./")]
     assert f"--config.file={mount.split(':')[1]}/{ALERTMANAGER.name}" in services["alertmanager"]["command"]
     assert (ROOT / "deploy" / mount.split(":")[0] / ALERTMANAGER.name) == ALERTMANAGER

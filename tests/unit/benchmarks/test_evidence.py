@@ -62,7 +62,8 @@ def cows(sheep: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(evidence, "load", lambda _: scenario)
     monkeypatch.setattr(Table, "code", ())
     command = f"python -m {table.command}"
-    scenario.write(ORIGIN | {"command": command, "is_quick": False, "count": 3, "spots": "<svg/>"}, sheep)
+    results = ORIGIN | {"command": command, "is_quick": False, "machine": {"amx": False}, "count": 3}
+    scenario.write(results | {"spots": "<svg/>"}, sheep)
     evidence.main(["--write"])
     return sheep
 
