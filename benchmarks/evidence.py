@@ -131,6 +131,8 @@ _QUALITY = "benchmarks run quality build/checkpoints/{0} --docs --name quality-{
 _FAITHFULNESS = "benchmarks run faithfulness build/checkpoints/{0} --docs --name faithfulness-{0}"
 _BENCH = "benchmarks run bench --models {0} --precisions {1} --repeats 1 --new 64 --prompts 512,1024"
 _BENCH_PARTS = {"whole": "fp32,bf16", "quantized": "int8,int4,int8-kv8,int4-kv8"}
+_SLOWED = "; OpenVINO in int4 with float32 activations, which is not its fastest"
+"""Of the run that is in docs/results; `benchmarks.peers.openvino` has had the faster setting since."""
 _TRAINED = ("stdlib", "dates")
 _COMPARED = ("llama-110m", "gpt2-124m")
 
@@ -358,10 +360,9 @@ CLAIMS = (
     Claim("bits per byte over PyTorch's, and beside it the peer that loses least", "peers-loss", _loss),
     *(
         Claim(
-            f"`{model}` in {_BENCH_PARTS[part]} over the best peer at equal loss",
+            f"`{model}` in {_BENCH_PARTS[part]} over the best peer at equal loss{_SLOWED * (part == 'quantized')}",
             f"bench-{model}-{part}",
             _bench,
-            rank=int((model, part) == (_COMPARED[0], "quantized")),
         )
         for model in _COMPARED
         for part in _BENCH_PARTS

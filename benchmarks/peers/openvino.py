@@ -1,9 +1,9 @@
 """OpenVINO GenAI: weights converted by optimum-intel, its `ContinuousBatchingPipeline` over token ids.
 
-Its converter refuses our tokenizer, which the pipeline does not need for ids. Eight bits are symmetric with activations
-quantized in groups of 32; four bits are symmetric in groups of 32 with float32 activations and, as optimum-intel has
-it, embeddings and head in eight. K/V has the precision of the activations, or with `-kv8` behind a precision eight
-bits, which is OpenVINO's default.
+Its converter refuses our tokenizer, which the pipeline does not need for ids. Eight and four bits are symmetric, four
+in groups of 32 and, as optimum-intel has it, with embeddings and head in eight; their products quantize activations in
+groups of 32, which is OpenVINO's default. K/V has the precision of other activations, or with `-kv8` behind a precision
+eight bits, which is OpenVINO's default, too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PROPERTIES: Mapping[str, Mapping[str, object]] = {
     "fp32": _F32 | {"DYNAMIC_QUANTIZATION_GROUP_SIZE": 0},
     "bf16": _BF16 | {"DYNAMIC_QUANTIZATION_GROUP_SIZE": 0},
     "int8": _F32 | {"DYNAMIC_QUANTIZATION_GROUP_SIZE": _GROUP},
-    "int4": _F32 | {"DYNAMIC_QUANTIZATION_GROUP_SIZE": 0},
+    "int4": _F32 | {"DYNAMIC_QUANTIZATION_GROUP_SIZE": _GROUP},
 }
 _BITS = {"int8": 8, "int4": 4}
 
