@@ -126,7 +126,7 @@ _OPTIONAL: Mapping[str, Sequence[str]] = {
     "loadtest/provenance.py": (),
     "onward/pyproject.toml": (),
 }
-"""Code that decides figures of some kinds of table only, or of none: it makes pages and pictures of them."""
+"""Code that decides figures of some kinds of table only, or of none, such as what makes pages of them."""
 _QUALITY = "benchmarks run quality build/checkpoints/{0} --docs --name quality-{0}"
 _FAITHFULNESS = "benchmarks run faithfulness build/checkpoints/{0} --docs --name faithfulness-{0}"
 _BENCH = "benchmarks run bench --models {0} --precisions {1} --repeats 1 --new 64 --prompts 512,1024"
@@ -384,17 +384,11 @@ def main(arguments: Sequence[str]) -> int:
     if unknown := set(options.names) - {each.name for each in TABLES}:
         parser.error(f"there is no table {', '.join(sorted(unknown))}")
     if options.write or options.check:
-        texts = {page: page.read_text(encoding="utf-8") for page in (README, INDEX)}
-        stale = {page: new for page, text in texts.items() if (new := written(text, page)) != text}
-        files = {path: text for each in TABLES for path, text in made(each).items() if _text(path) != text}
-        if options.check:
-            problems = [f"{path} differs from what its data give: --write" for path in files]
-            return _complain([*problems, *(f"{page} has other figures than {FOLDER}: --write" for page in stale)])
-        for path, text in files.items():
-            path.write_text(text, encoding="utf-8")
-        for page, text in texts.items():
-            page.write_text(written(text, page), encoding="utf-8")
-        return 0
+        others = [path for each in TABLES for path in _renewed(made(each), is_written=options.write)]
+        # Behind the tables' own data, which they are made of.
+        pages = {page: written(_text(page), page) for page in (README, INDEX)}
+        others += _renewed(pages, is_written=options.write)
+        return _complain([f"{path} differs from what its data give: --write" for path in others if options.check])
     wanted = [each for each in TABLES if not options.names or each.name in options.names]
     states = {each: state(each, FOLDER) for each in wanted}
     if options.list or options.fresh:
@@ -440,6 +434,14 @@ def made(each: Table) -> dict[Path, str]:
         undrawn.write(results, folder, each.name)
         texts = {path.relative_to(folder): _text(path) for path in folder.rglob("*.*")}
     return {DOCS / path: text for path, text in texts.items() if path.suffix != ".svg"}
+
+
+def _renewed(texts: Mapping[Path, str], *, is_written: bool) -> list[Path]:
+    """The files that have other texts; they are written if that is asked."""
+    others = [path for path, text in texts.items() if _text(path) != text]
+    for path in others if is_written else ():
+        path.write_text(texts[path], encoding="utf-8")
+    return others
 
 
 def _text(path: Path) -> str:

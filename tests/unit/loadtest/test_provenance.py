@@ -30,7 +30,7 @@ def history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def git(*arguments: str) -> str:
-    who = ("-c", "user.name=nobody", "-c", "user.email=nobody@localhost", "-c", "commit.gpgsign=false")
+    who = ("-c", "user.name=tester", "-c", "user.email=tester@localhost", "-c", "commit.gpgsign=false")
     command = ["git", "-C", str(provenance._ROOT), *who, *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
